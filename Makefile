@@ -1,0 +1,33 @@
+# Two commands do everything on a machine with Python 3.11 or newer, pip and make:
+#   make demo    train a 50-layer perceptron with Nero, SGD and Adam, and draw the curves
+#   make test    format, lint, types, arrows, all tests
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test bench format clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest --cov --cov-report=term-missing
+
+bench: $(READY)
+	$(BIN)/python benchmarks/step.py
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv out
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

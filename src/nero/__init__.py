@@ -1,0 +1,32 @@
+"""Nero, the neuronal rotator: each step turns every neuron through an angle and keeps it balanced.
+
+Example:
+    >>> import nero
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    >>> optimiser = nero.Nero(model)
+    >>> model(torch.randn(4, 8)).square().mean().backward()
+    >>> optimiser.step()
+    >>> nero.is_balanced(model)
+    True
+"""
+
+from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
+from nero.describe import Description, describe
+from nero.optimiser import Nero
+from nero.roles import Role, param_groups, roles_of
+
+from nero._version import __version__
+
+__all__ = [
+    "CentredWeightNorm",
+    "Description",
+    "Nero",
+    "Role",
+    "balance_",
+    "balance_after_step",
+    "centred_weight_norm",
+    "describe",
+    "is_balanced",
+    "param_groups",
+    "roles_of",
+]

@@ -1,0 +1,41 @@
+"""The rule, tensor by tensor."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from nero.backends.job import Job, Settings, apply_rule
+
+
+def step(jobs: Sequence[Job], settings: Settings) -> None:
+    """Take one step with every job."""
+    for job in jobs:
+        job.state["step"].add_(1)
+        finish(job, settings)
+
+
+def finish(job: Job, settings: Settings) -> None:
+    """Write the rule's answer to a job whose step is counted already."""
+    if job.grad.layout is torch.sparse_coo:
+        _finish_sparse(job, settings)
+        return
+    update = apply_rule(job, settings)
+    job.parameter.copy_(update.parameter)
+    job.state["grad_norm"].copy_(update.grad_norm)
+    job.state["skipped"].add_(update.sat_out.sum())
+
+
+def _finish_sparse(job: Job, settings: Settings) -> None:
+    """The dense step, on the rows that have a gradient; of the others, only the averages fade."""
+    grad = job.grad.coalesce()
+    if grad.sparse_dim() != 1 or 0 in job.axes:
+        finish(job._replace(grad=grad.to_dense()), settings)
+        return
+    rows = grad.indices()[0]
+    by_row = {name: job.state[name][rows] for name in ("grad_norm", "radius") if name in job.state}
+    touched = job._replace(parameter=job.parameter[rows], grad=grad.values(), state={**job.state, **by_row})
+    update = apply_rule(touched, settings)
+    job.parameter.index_copy_(0, rows, update.parameter.to(job.parameter.dtype))
+    job.state["grad_norm"].mul_(math.sqrt(settings.beta)).index_copy_(0, rows, update.grad_norm)
+    job.state["skipped"].add_(update.sat_out.sum())

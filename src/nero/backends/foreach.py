@@ -1,0 +1,259 @@
+"""The rule on many tensors at once, in plain torch operations.
+
+Gains and biases of all tensors are nudged as one long vector. On the CPU, the statistics of all
+neurons are one long vector too, and weights are turned in blocks that stay in cache, by a short
+path for ordinary numbers; what is not ordinary (a gradient of 1e25 or NaN, a constant neuron, a
+turn through half a right angle) goes to the rule itself, which knows what to do.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nero import rule
+from nero.backends import eager
+from nero.backends.job import Job, Settings
+from nero.balance import norm
+
+#: Weights worked on at a time: with their gradients, 16 MB in float32.
+PIECE = 1 << 22
+#: Norms in this range have squares that float32 holds.
+ORDINARY = (1e-15, 1e15)
+#: Above this fan-in, the fast sums lose more precision than float32 should.
+LONGEST = 1 << 15
+
+
+def step(jobs: Sequence[Job], settings: Settings) -> None:
+    """Take one step with every job."""
+    if not jobs:
+        return
+    torch._foreach_add_([job.state["step"] for job in jobs], 1)
+    gains, neurons = [], []
+    for job in jobs:
+        if job.grad.layout is not torch.strided:
+            eager.finish(job, settings)
+        else:
+            (neurons if job.axes else gains).append(job)
+    _nudge(gains, settings)
+    _turn(neurons, settings)
+
+
+def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
+    """Nudge all gains and biases as one vector for each device, precision and pull."""
+
+    alike: dict[tuple[torch.device, torch.dtype, float], list[Job]] = {}
+    for job in jobs:
+        alike.setdefault((job.parameter.device, job.state["grad_norm"].dtype, job.pull), []).append(job)
+    for (device, dtype, pull), batch in alike.items():
+        states = [job.state for job in batch]
+        sizes = [job.parameter.numel() for job in batch]
+        # where waiting for the numbers costs nothing, look whether they are all the same
+        spread = device.type != "cpu" or len({float(state["step"]) for state in states}) > 1
+        owner = torch.repeat_interleave(
+            torch.arange(len(batch), device=device), torch.tensor(sizes, device=device), output_size=sum(sizes)
+        )
+        update = rule.nudge(
+            torch.cat([_flat(job.parameter) for job in batch]).to(dtype),
+            torch.cat([_flat(job.grad) for job in batch]).to(dtype),
+            torch.cat([_flat(state["grad_norm"]) for state in states]),
+            torch.stack([state["step"] for state in states])[owner] if spread else states[0]["step"],
+            lr=settings.lr,
+            beta=settings.beta,
+            scale=torch.stack([state["scale"] for state in states])[owner]
+            if settings.scale is None
+            else settings.scale,
+            pull=pull,
+        )
+        _scatter([job.parameter for job in batch], update.parameter.split_with_sizes(sizes))
+        _scatter([state["grad_norm"] for state in states], update.grad_norm.split_with_sizes(sizes))
+        skipped = torch.zeros(len(batch), dtype=torch.int64, device=device).index_add_(0, owner, update.sat_out.long())
+        torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def _scatter(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    shaped = [
+        part if target.dim() == 1 else part.view(target.shape) for target, part in zip(targets, parts, strict=True)
+    ]
+    torch._foreach_copy_(list(targets), shaped)
+
+
+class _Sheet(NamedTuple):
+    """Weights as a matrix, their neurons' entries along one axis of it; or a piece of one."""
+
+    weight: Tensor
+    grad: Tensor
+    average: Tensor
+    radius: Tensor | None
+    job: Job
+
+    def piece(self, across: int, start: int, count: int) -> "_Sheet":
+        """Some of the neurons."""
+        cut = [tensor if tensor is None else tensor.narrow(across, start, count) for tensor in self[:4]]
+        return _Sheet(*cut, self.job)  # type: ignore[arg-type]
+
+    def give_up(self, axis: int, settings: Settings) -> None:
+        """Leave it to the rule."""
+        own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
+        eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
+
+
+def _turn(jobs: Sequence[Job], settings: Settings) -> None:
+    quick = bool(settings.fix_norm) and float(settings.lr) != 0
+    alike: dict[tuple[float, int, torch.dtype], list[_Sheet]] = {}
+    for job in jobs:
+        sheet = _sheet(job, settings) if quick else None
+        if sheet is None:
+            eager.finish(job, settings)
+        else:
+            axis = job.axes[0] if job.parameter.dim() == 2 else 1
+            kind = (float(job.state["step"]), axis, sheet.average.dtype)
+            alike.setdefault(kind, []).extend(_pieces(sheet, 1 - axis))
+    for (number, axis, _), sheets in alike.items():
+        _turn_sheets(sheets, axis, number, settings)
+    for job in jobs:
+        form = _forms.get(job.state["grad_norm"])
+        if form is not None:
+            form.version = job.parameter._version if quick else None
+
+
+def _pieces(sheet: _Sheet, across: int) -> Iterator[_Sheet]:
+    """The sheet, cut between neurons if it would not stay in cache."""
+    total, size = sheet.weight.shape[across], sheet.weight.numel()
+    most = max(1, PIECE * total // size)
+    if total <= most:
+        yield sheet
+        return
+    for start in range(0, total, most):
+        yield sheet.piece(across, start, min(most, total - start))
+
+
+@dataclass(slots=True)
+class _Form:
+    """What the short path remembers of a tensor: its weights as a matrix, and when they were balanced."""
+
+    at: int
+    weight: Tensor
+    average: Tensor
+    order: list[int] | None
+    version: int | None = None
+
+
+# by a tensor's running average, which lives and dies with the optimiser's state of it
+_forms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _sheet(job: Job, settings: Settings) -> _Sheet | None:
+    """The job as a sheet, if its neurons can take the short path."""
+    average = job.state["grad_norm"]
+    form = _forms.get(average)
+    if form is None or form.at != job.parameter.data_ptr() or form.weight.numel() != job.parameter.numel():
+        form = _form(job)
+        if form is None:
+            return None
+        _forms[average] = form
+    if job.grad.dtype != average.dtype:
+        return None
+    # torch counts the changes to a tensor: what has not been touched since the last turn is balanced
+    if form.version != job.parameter._version and not _is_balanced(job, settings):
+        return None
+    grad = job.grad if form.order is None else job.grad.permute(form.order).reshape(form.weight.shape)
+    radius = job.state["radius"].view(form.average.shape) if settings.fix_norm == "initial" else None
+    return _Sheet(form.weight, grad, form.average, radius, job)
+
+
+def _form(job: Job) -> _Form | None:
+    """The weights as a matrix, if they are here, in full precision, of middling fan-in, and memory allows a view."""
+    weight, average = job.parameter, job.state["grad_norm"]
+    if weight.device.type != "cpu" or weight.dtype != average.dtype:
+        return None
+    if not 2 < weight.numel() // average.numel() <= LONGEST:
+        return None
+    if weight.dim() == 2:
+        return _Form(weight.data_ptr(), weight, average, None)
+    neurons = [axis for axis in range(weight.dim()) if axis not in job.axes]
+    order = neurons + sorted(job.axes, key=weight.stride, reverse=True)
+    try:
+        view = weight.permute(order).view(average.numel(), -1)
+    except RuntimeError:  # torch's way to say that no view will do
+        return None
+    return _Form(weight.data_ptr(), view, average.view(-1, 1), order)
+
+
+def _is_balanced(job: Job, settings: Settings) -> bool:
+    """Whether every neuron is on the constraint set, so that its norm need not be measured again."""
+    weight, average = job.parameter, job.state["grad_norm"]
+    radius = job.state["radius"] if settings.fix_norm == "initial" else 1.0
+    rounding = 8 * torch.finfo(weight.dtype).eps
+    if not bool(((norm(weight, job.axes) / radius - 1).abs() <= rounding).all()):
+        return False
+    drift = weight.mean(job.axes, keepdim=True) * math.sqrt(weight.numel() // average.numel())
+    return not settings.fix_mean or bool((drift.abs() <= rounding * radius).all())
+
+
+def _turn_sheets(sheets: list[_Sheet], axis: int, step: float, settings: Settings) -> None:
+    """Turn balanced neurons, which run along one axis of their sheets and have made as many steps."""
+    across = 1 - axis
+    counts = [sheet.average.shape[across] for sheet in sheets]
+    length = _join([_norm(sheet.grad, axis) for sheet in sheets], across)
+    before = _join([sheet.average for sheet in sheets], across)
+    average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
+    radius: Tensor | float = 1.0
+    if settings.fix_norm == "initial":
+        radius = _join([sheet.radius for sheet in sheets if sheet.radius is not None], across)
+    scale = radius if settings.scale is None else settings.scale
+    factor = -float(settings.lr) * rule.bias_correction(step, settings.beta, length.dtype) * scale / average
+    angle = (factor * length / radius).nan_to_num_(0.0)  # 0 / 0: a neuron that has never moved
+
+    extremes = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
+    # a turn this small cannot bring a balanced neuron near the origin, nor near a constant
+    still: Sequence[Tensor | None] = [None] * len(sheets)
+    if not (ORDINARY[0] < extremes[0] and extremes[1] < ORDINARY[1] and -0.5 < extremes[2] and extremes[3] < 0.5):
+        at_rest = length == 0
+        plain = at_rest | ((length > ORDINARY[0]) & (length < ORDINARY[1]) & (angle.abs() < 0.5))
+        if not bool(plain.all()):
+            odd = [not bool(each.all()) for each in plain.split_with_sizes(counts, across)]
+            for sheet, is_odd in zip(sheets, odd, strict=True):
+                if is_odd:
+                    sheet.give_up(axis, settings)
+            rest = [sheet for sheet, is_odd in zip(sheets, odd, strict=True) if not is_odd]
+            if rest:
+                _turn_sheets(rest, axis, step, settings)
+            return
+        still = [each.flatten().nonzero()[:, 0] for each in at_rest.split_with_sizes(counts, across)]
+
+    for sheet, each, resting in zip(sheets, factor.split_with_sizes(counts, across), still, strict=True):
+        weight = sheet.weight
+        kept = None if resting is None else weight.index_select(across, resting)
+        weight.addcmul_(sheet.grad, each)
+        if settings.fix_mean:
+            weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
+        stretch = _norm(weight, axis).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
+        weight.mul_(stretch if settings.fix_norm is True else stretch.mul_(sheet.radius))
+        if resting is not None and kept is not None:
+            weight.index_copy_(across, resting, kept)
+    torch._foreach_copy_([sheet.average for sheet in sheets], list(average.split_with_sizes(counts, across)))
+
+
+def _join(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _norm(sheet: Tensor, axis: int) -> Tensor:
+    if axis == 1:
+        return torch.linalg.vector_norm(sheet, dim=1, keepdim=True)
+    return (sheet.new_ones(1, sheet.shape[0]) @ sheet.square()).sqrt_()
+
+
+def _sum(sheet: Tensor, axis: int) -> Tensor:
+    if axis == 1:
+        return sheet.sum(1, keepdim=True)
+    return sheet.new_ones(1, sheet.shape[0]) @ sheet

@@ -1,0 +1,54 @@
+"""What a backend is handed: one parameter's step, and the options of its group."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nero import rule
+from nero.balance import FixNorm
+from nero.rule import Number
+
+
+class Job(NamedTuple):
+    """One parameter with its gradient and state: to be turned if it has fan-in axes, else nudged."""
+
+    parameter: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    axes: tuple[int, ...]
+    pull: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options of a group that the rule asks for."""
+
+    lr: Number
+    beta: float
+    fix_mean: bool
+    fix_norm: FixNorm
+    scale: float | None
+
+
+def apply_rule(job: Job, settings: Settings) -> rule.Update:
+    """The rule's answer to a job whose step is counted already."""
+    state, lr, beta = job.state, settings.lr, settings.beta
+    if not job.axes:
+        scale = state["scale"] if settings.scale is None else settings.scale
+        return rule.nudge(
+            job.parameter, job.grad, state["grad_norm"], state["step"], lr=lr, beta=beta, scale=scale, pull=job.pull
+        )
+    return rule.turn(
+        job.parameter,
+        job.grad,
+        state["grad_norm"],
+        state["step"],
+        axes=job.axes,
+        lr=lr,
+        beta=beta,
+        fix_mean=settings.fix_mean,
+        fix_norm=bool(settings.fix_norm),
+        scale=settings.scale,
+        radius=state["radius"] if settings.fix_norm == "initial" else 1.0,
+    )

@@ -1,0 +1,241 @@
+"""The constraint set: neurons of zero mean and unit norm (Definitions 1 and 2 of the paper).
+
+Tensors are balanced by :func:`project`; models by :func:`balance_`, :func:`is_balanced` and, for
+any optimiser, :func:`balance_after_step`. :func:`centred_weight_norm` is the rival, which writes
+the same constraints into the network instead.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
+
+from nero.roles import Role, roles_of
+
+Radius: TypeAlias = float | Tensor
+FixNorm: TypeAlias = bool | Literal["initial"]
+
+#: What a step, or a radius, is relative to where a parameter comes with nothing: the paper's
+#: default for biases that start at zero.
+SCALE_AT_ORIGIN = 0.01
+
+
+class Projected(NamedTuple):
+    """A projection, and for which neurons there was one."""
+
+    tensor: Tensor
+    possible: Tensor
+
+
+def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The norm of each neuron, axes kept; right from the smallest number to the largest.
+
+    The square root of a sum of squares leaves float32's range long before the norm does, so the
+    entries are divided by the largest of them first.
+    """
+    if not axes:
+        return tensor.abs()
+    peak = tensor.detach().abs().amax(axes, keepdim=True)
+    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
+    return unit * (tensor / unit).square().sum(axes, keepdim=True).sqrt()
+
+
+def project(
+    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Radius = 1.0
+) -> Projected:
+    """Every neuron with its mean taken off and its norm set to the radius.
+
+    A neuron for which that cannot be done (at the origin, constant, or not finite) comes back as
+    it was. A neuron of two entries is held to the norm alone: with both constraints, only two
+    points would be left.
+    """
+    peak = tensor.detach().abs().amax(axes, keepdim=True)
+    possible = (peak > 0) & peak.isfinite()
+    if fix_mean and math.prod(tensor.shape[axis] for axis in axes) == 2:
+        fix_mean = False
+    if not (fix_mean or fix_norm):
+        return Projected(tensor, possible)
+    unit = tensor / torch.where(possible, peak, 1.0)
+    size = unit.square().sum(axes, keepdim=True).sqrt()
+    if fix_mean:
+        unit = unit - unit.mean(axes, keepdim=True)
+        spread = unit.square().sum(axes, keepdim=True).sqrt()
+        # what rounding leaves of a constant neuron is no direction
+        possible = possible & (spread > 16 * torch.finfo(tensor.dtype).eps * size)
+        size = spread
+    if fix_norm:
+        unit = unit / torch.where(possible, size, 1.0) * radius
+    else:
+        possible = possible & (peak < torch.finfo(tensor.dtype).max / 2)
+        unit = unit * peak
+    return Projected(torch.where(possible, unit, tensor), possible)
+
+
+@torch.no_grad()
+def balance_tensor_(
+    tensor: Tensor, role: Role, *, fix_mean: bool = True, fix_norm: bool = True, radius: Radius = 1.0
+) -> Tensor:
+    """Balance, in place, every neuron of one parameter."""
+    if role.kind == "neuron" and tensor.numel():
+        view = role.view(tensor)
+        view.copy_(project(_wide(view), role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor)
+    return tensor
+
+
+def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) -> nn.Module:
+    """Project every trainable neuron of the model to zero mean and unit norm, in place.
+
+    Gains, biases and frozen parameters stay as they are; so do neurons at the origin and constant
+    ones, for which there is no projection.
+
+    Example:
+        >>> model = nn.Linear(8, 4)
+        >>> is_balanced(model)
+        False
+        >>> is_balanced(balance_(model))
+        True
+    """
+    for _, parameter, role in _neurons(model):
+        balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=fix_norm)
+    return model
+
+
+@torch.no_grad()
+def is_balanced(
+    model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True, tolerance: float | None = None
+) -> bool:
+    """Whether :func:`balance_` would leave the model as it is.
+
+    Args:
+        model: any module.
+        fix_mean: ask that every neuron's mean be zero.
+        fix_norm: ask that every neuron's norm be one.
+        tolerance: how far a neuron may be from its projection, as a distance; by default what
+            rounding to the parameter's dtype explains.
+    """
+    for _, parameter, role in _neurons(model):
+        wide = _wide(role.view(parameter))
+        rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
+        allowed = rounding if tolerance is None else tolerance
+        distance = norm(project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm).tensor - wide, role.axes)
+        if not bool((distance <= allowed).all()):
+            return False
+    return True
+
+
+def balance_after_step(
+    optimiser: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    fix_mean: bool = True,
+    fix_norm: FixNorm = True,
+    at_once: bool = True,
+) -> RemovableHandle:
+    """Hold a model's neurons to the constraints under any other optimiser.
+
+    Args:
+        optimiser: LAMB, Madam, Adam, SGD, ...: whatever has ``register_step_post_hook``.
+        model: whose neurons to balance after each step; those without a gradient stay untouched.
+        fix_mean: hold every neuron to zero mean.
+        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it has now.
+        at_once: project now as well. The paper's baselines did not.
+
+    Returns:
+        a handle whose ``remove()`` ends it.
+
+    Example:
+        >>> model = nn.Linear(8, 4)
+        >>> optimiser = torch.optim.Adam(model.parameters())
+        >>> handle = balance_after_step(optimiser, model)
+        >>> _ = model(torch.randn(2, 8)).square().sum().backward()
+        >>> optimiser.step()
+        >>> is_balanced(model)
+        True
+    """
+    if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
+        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, not {optimiser!r}")
+    neurons = [
+        (parameter, role, initial_radius(parameter, role) if fix_norm == "initial" else 1.0)
+        for _, parameter, role in _neurons(model, frozen=True)
+    ]
+
+    def project_all(trained: Any) -> None:
+        for parameter, role, radius in neurons:
+            if trained(parameter):
+                balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius)
+
+    if at_once:
+        project_all(lambda parameter: parameter.requires_grad)
+    return optimiser.register_step_post_hook(
+        lambda *_: project_all(lambda parameter: parameter.requires_grad and parameter.grad is not None)
+    )
+
+
+@torch.no_grad()
+def initial_radius(parameter: Tensor, role: Role) -> Tensor:
+    """The norm each neuron comes with; 0.01 for one that comes with none."""
+    size = norm(_wide(role.view(parameter)), role.axes)
+    return torch.where(size > 0, size, SCALE_AT_ORIGIN)
+
+
+class CentredWeightNorm(nn.Module):
+    """Eq. (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||``, neuron by neuron."""
+
+    def __init__(self, role: Role) -> None:
+        super().__init__()
+        self.role = role
+
+    def forward(self, raw: Tensor) -> Tensor:
+        return project(self.role.view(raw), self.role.axes).tensor.reshape(raw.shape)
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight  # the raw weight starts as the weight it replaces
+
+
+def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
+    """Write the constraints into the network: the rival of projected descent (Eq. (cwn)).
+
+    The layer then uses the balanced form of a raw weight, which an ordinary optimiser trains.
+
+    Args:
+        module: the layer, which is changed in place.
+        name: which of its parameters to reparameterise.
+
+    Example:
+        >>> layer = centred_weight_norm(nn.Linear(8, 4))
+        >>> bool(layer.weight.sum(1).abs().max() < 1e-6)
+        True
+        >>> [name for name, _ in layer.named_parameters()]
+        ['bias', 'parametrizations.weight.original']
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if name not in own:
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r} of its own; it has {', '.join(own)}")
+    role = roles_of(module)[name]
+    if role.kind != "neuron":
+        raise ValueError(f"{type(module).__name__}.{name} is a {role.kind} ({role.why}): it has no fan-in to centre")
+    parametrize.register_parametrization(module, name, CentredWeightNorm(role))
+    return module
+
+
+def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+    parameters = dict(model.named_parameters())
+    for name, role in roles_of(model).items():
+        if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
+            yield name, parameters[name], role
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """At least in float32: sums in half precision are no sums."""
+    return tensor.to(statistics_dtype(tensor.dtype))
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a parameter's statistics are kept and its step is computed."""
+    return cast(torch.dtype, torch.float64 if dtype == torch.float64 else torch.float32)

@@ -1,0 +1,154 @@
+"""The table a person reads before training: what Nero takes each parameter for, and why."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nero.balance import norm, project, statistics_dtype
+from nero.roles import Override, Role, roles_of
+
+
+class Row(NamedTuple):
+    """One parameter, as Nero sees it."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    neurons: int
+    fan_in: int
+    state_bytes: int
+    adam_bytes: int
+    unbalanced: str
+
+    def cells(self) -> tuple[str, ...]:
+        shape = " x ".join(map(str, self.shape)) or "scalar"
+        neurons = f"{self.neurons:,} x {self.fan_in:,}" if self.role.kind == "neuron" else "-"
+        state = f"{_bytes(self.state_bytes)} / {_bytes(self.adam_bytes)}" if self.state_bytes else "-"
+        return self.name, shape, self.role.kind, neurons, state, self.role.why
+
+
+@dataclass(frozen=True, repr=False)
+class Description:
+    """The roles of a model's parameters with what they cost; prints as a table.
+
+    Attributes:
+        rows: one for each parameter.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(torch.Size(row.shape).numel() for row in self.rows)
+
+    @property
+    def neurons(self) -> int:
+        """How many neurons are trained."""
+        return sum(row.neurons for row in self.rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of Nero's state."""
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def adam_bytes(self) -> int:
+        """The size of Adam's state for the same parameters."""
+        return sum(row.adam_bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("name", "shape", "role", "neurons x fan-in", "state / Adam's", "why")
+        table = [header, *(row.cells() for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        share = f", {100 * self.state_bytes / self.adam_bytes:.2g} % of it" if self.adam_bytes else ""
+        lines += [
+            "",
+            f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
+            f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
+        ]
+        reasons: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.unbalanced:
+                reasons.setdefault(row.unbalanced, []).append(row.name)
+        if reasons:
+            lines.append("not balanced:")
+            width = max(map(len, reasons))
+            for reason, names in reasons.items():
+                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                lines.append(f"  {reason.ljust(width)}  {shown}")
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__  # a notebook shows the repr
+
+
+def describe(model: nn.Module, overrides: dict[str, Override] | None = None) -> Description:
+    """What Nero will take every parameter of the model for, and why, before it touches anything.
+
+    Args:
+        model: any module, also one on the meta device.
+        overrides: as for :func:`nero.roles_of`.
+
+    Returns:
+        an object that prints as a table and holds its numbers.
+
+    Example:
+        >>> print(describe(nn.Linear(784, 10)))
+        name    shape     role    neurons x fan-in  state / Adam's    why
+        ------  --------  ------  ----------------  ----------------  -------------
+        weight  10 x 784  neuron  10 x 784          52 B / 62.7 kB    Linear.weight
+        bias    10        bias    -                 56 B / 84 B       Linear.bias
+        <BLANKLINE>
+        7,850 parameters in 2 tensors; 10 neurons
+        state: 108 B for Nero, 62.8 kB for Adam, 0.17 % of it
+        not balanced:
+          bias: it has no fan-in  bias
+    """
+    roles = roles_of(model, overrides)
+    return Description(tuple(_row(name, parameter, roles[name]) for name, parameter in model.named_parameters()))
+
+
+def _row(name: str, parameter: Tensor, role: Role) -> Row:
+    number_bytes = statistics_dtype(parameter.dtype).itemsize
+    is_neuron = role.kind == "neuron"
+    fan_in = role.fan_in(parameter.shape)
+    neurons = parameter.numel() // max(fan_in, 1) if is_neuron else 0
+    if not parameter.requires_grad:
+        return Row(name, tuple(parameter.shape), role, neurons, fan_in, 0, 0, "frozen")
+    # the step and the count of skipped updates, and for gains and biases the scale
+    fixed = 4 + 8 + (0 if is_neuron else number_bytes)
+    state_bytes = fixed + number_bytes * (neurons if is_neuron else parameter.numel())
+    adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
+    unbalanced = _why_unbalanced(parameter, role, fan_in)
+    return Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced)
+
+
+@torch.no_grad()
+def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
+    if "fan-in 1" in role.why:
+        return "gain: its fan-in is 1"
+    if role.kind != "neuron":
+        return f"{role.kind}: it has no fan-in"
+    if fan_in == 2:
+        return "norm only: its fan-in is 2"
+    if parameter.is_meta or not parameter.numel():
+        return ""
+    wide = role.view(parameter).to(statistics_dtype(parameter.dtype))
+    possible = project(wide, role.axes).possible
+    stuck = int((~possible).sum())
+    if not stuck:
+        return ""
+    at_origin = int((norm(wide, role.axes) == 0).sum())
+    where = "at the origin" if at_origin == stuck else "at the origin or constant"
+    return f"{stuck} of {possible.numel()} neurons {where}, until their first gradient"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"

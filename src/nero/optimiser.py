@@ -1,0 +1,401 @@
+"""Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias, overload
+
+import torch
+from torch import Tensor, nn
+
+from nero import backends
+from nero.backends import BACKENDS, Backend, Job, Settings
+from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
+from nero.roles import Role, param_groups, role_from_shape
+
+Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+OnNonfinite: TypeAlias = Literal["skip", "raise"]
+
+_STATE = {"neuron": {"step", "grad_norm", "skipped"}, "other": {"step", "grad_norm", "skipped", "scale"}}
+
+
+class Nero(torch.optim.Optimizer):
+    r"""The neuronal rotator, of "Learning by Turning: Neural Architecture Aware Optimisation".
+
+    Every neuron, a weight vector :math:`w` with gradient :math:`g`, makes the step
+
+    .. math::
+        \bar g^2 &\leftarrow \beta \bar g^2 + (1 - \beta) \|g\|^2 \\
+        w &\leftarrow w - \eta \, \|w\| \, g \big/ \sqrt{\bar g^2 / (1 - \beta^t)} \\
+        w &\leftarrow w - \operatorname{mean}(w), \qquad w \leftarrow w / \|w\|
+
+    and every gain or bias the same without the last line, relative to its scale :math:`\sigma`.
+    The state is one number a neuron. Neurons are balanced when they enter the optimiser, so make
+    it before you evaluate or copy the model.
+
+    Args:
+        params: a module, whose layers then say which parameter is what; or, as for any optimiser
+            of torch, parameters, named parameters or groups, whose shapes then do.
+        lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
+            of one element (then ``torch.compile`` does not recompile when it changes).
+        beta: β, how much of the running average is kept in a step.
+        fix_mean: hold every neuron to zero mean.
+        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
+        scale: what a step's size is relative to. By default a neuron's norm, and for gains and
+            biases the mean size that they came with, or 0.01 where that is zero.
+        gain_penalty: the strength of a quadratic penalty that pulls gains towards one.
+        maximize: go up the gradient instead of down.
+        on_nonfinite: what to do about a neuron, gain or bias whose gradient is infinite or not a
+            number: ``"skip"`` lets it sit out that step and counts it in :attr:`skipped`;
+            ``"raise"`` stops with a ``FloatingPointError`` before anything has changed, at the
+            price of waiting for the gradients.
+        backend: ``"eager"``, ``"foreach"``, or ``"auto"`` for the fastest that serves.
+
+    Every option can be given for a group alone. A group can also carry ``role`` (``"neuron"``,
+    ``"gain"``, ``"bias"``, or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``,
+    as :func:`nero.param_groups` does.
+
+    Raises:
+        ValueError, TypeError: bad input, naming the option or parameter and what to do.
+
+    Example:
+        >>> model = nn.Linear(8, 4)
+        >>> optimiser = Nero(model, lr=0.01)
+        >>> model(torch.randn(2, 8)).square().sum().backward()
+        >>> optimiser.step()
+
+    Reference:
+        Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 0.01,
+        beta: float = 0.999,
+        *,
+        fix_mean: bool = True,
+        fix_norm: FixNorm = True,
+        scale: float | None = None,
+        gain_penalty: float = 0.0,
+        maximize: bool = False,
+        on_nonfinite: OnNonfinite = "skip",
+        backend: Backend = "auto",
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "beta": beta,
+            "fix_mean": fix_mean,
+            "fix_norm": fix_norm,
+            "scale": scale,
+            "gain_penalty": gain_penalty,
+            "maximize": maximize,
+            "on_nonfinite": on_nonfinite,
+            "backend": backend,
+            "role": None,
+            "fan_in_axes": None,
+            "fan_in_groups": 1,
+        }
+        _check_options(defaults)
+        self._roles: dict[Tensor, Role] = {}
+        super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which are balanced at once and count their own steps from here.
+
+        Args:
+            param_group: ``"params"``, with any options of their own. A module as ``"params"``
+                gives a group for each role in it.
+        """
+        if isinstance(param_group, dict) and isinstance(param_group.get("params"), nn.Module):
+            options = {key: value for key, value in param_group.items() if key != "params"}
+            for group in param_groups(param_group["params"], **options):
+                self.add_param_group(group)
+            return
+        if isinstance(param_group, dict):
+            param_group = self._named_like_the_others(dict(param_group))
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_options(group)
+            roles = [
+                _checked_role(group, parameter, self._name_of(group, index))
+                for index, parameter in enumerate(group["params"])
+            ]
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        for parameter, role in zip(group["params"], roles, strict=True):
+            if parameter.requires_grad:
+                self._take_in(parameter, role, group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Turn every neuron and nudge every gain and bias that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [(group, self._jobs(group)) for group in self.param_groups]
+        for group, jobs in work:
+            if group["on_nonfinite"] == "raise":
+                self._raise_if_nonfinite(group, jobs)
+        for group, jobs in work:
+            backends.step(group["backend"], jobs, _settings(group))
+        return loss
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many updates sat out because a gradient was not finite, by parameter, where any did."""
+        counts = {
+            self._name_of(group, index): int(self.state[parameter]["skipped"])
+            for group in self.param_groups
+            for index, parameter in enumerate(group["params"])
+            if "skipped" in self.state.get(parameter, {})
+        }
+        return {name: count for name, count in counts.items() if count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
+
+        Statistics keep their precision whatever the parameters' dtype, and the backend stays the
+        one this optimiser was made with.
+
+        Raises:
+            ValueError: if the checkpoint is of another model or optimiser, or lacks options.
+        """
+        loaded: dict[Tensor, dict[str, Tensor]] = {}
+
+        # torch casts state to the parameter's dtype, so it is handed none, between its own hooks
+        def withhold(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._checked_state(incoming))
+            groups = [
+                {**saved, "backend": own["backend"]}
+                for saved, own in zip(incoming["param_groups"], self.param_groups, strict=True)
+            ]
+            return {**incoming, "state": {}, "param_groups": groups}
+
+        before = self.register_load_state_dict_pre_hook(withhold)
+        after = self.register_load_state_dict_post_hook(lambda _: self.state.update(loaded), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _jobs(self, group: dict[str, Any]) -> list[Job]:
+        jobs = []
+        initial = group["fix_norm"] == "initial"
+        pull = -group["gain_penalty"] if group["maximize"] else group["gain_penalty"]
+        for index, parameter in enumerate(group["params"]):
+            grad = parameter.grad
+            if grad is None or not parameter.requires_grad or not parameter.numel():
+                continue
+            if grad.layout not in (torch.strided, torch.sparse_coo):
+                raise TypeError(
+                    f"{self._name_of(group, index)} has a gradient of layout {grad.layout}: Nero takes dense and "
+                    "sparse_coo gradients"
+                )
+            role = self._roles.get(parameter)
+            if role is None:
+                role = self._roles[parameter] = _role(group, parameter)
+            state = self.state[parameter]
+            if not state:
+                state = self._take_in(parameter, role, group)
+            if initial and role.kind == "neuron" and "radius" not in state:
+                state["radius"] = initial_radius(parameter, role)
+            if role.fan_in_groups > 1:
+                grad = role.view(grad.to_dense() if grad.is_sparse else grad)
+            jobs.append(Job(role.view(parameter), grad, state, role.axes, pull if role.kind == "gain" else 0.0))
+        return jobs
+
+    @torch.no_grad()
+    def _take_in(self, parameter: Tensor, role: Role, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Balance a parameter that enters and give it its state."""
+        dtype = statistics_dtype(parameter.dtype)
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        state["grad_norm"] = torch.zeros(_state_shape(parameter, role), dtype=dtype, device=parameter.device)
+        state["skipped"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        if role.kind == "neuron":
+            radius: float | Tensor = 1.0
+            if group["fix_norm"] == "initial" and parameter.numel():
+                radius = state["radius"] = initial_radius(parameter, role)
+            fix_norm = bool(group["fix_norm"])
+            balance_tensor_(parameter, role, fix_mean=group["fix_mean"], fix_norm=fix_norm, radius=radius)
+        else:
+            size = parameter.to(dtype).abs().mean()
+            state["scale"] = torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        return state
+
+    def _raise_if_nonfinite(self, group: dict[str, Any], jobs: list[Job]) -> None:
+        for index, parameter in enumerate(group["params"]):
+            grad = parameter.grad
+            if grad is not None and any(job.grad is grad for job in jobs):
+                values = grad.coalesce().values() if grad.is_sparse else grad
+                if not bool(values.isfinite().all()):
+                    raise FloatingPointError(
+                        f"the gradient of {self._name_of(group, index)} is not finite; nothing was changed. Look for "
+                        "the cause, or let such neurons sit out a step with on_nonfinite='skip'"
+                    )
+
+    def _named_like_the_others(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Torch wants all groups named or none; a user who adds a layer later need not care."""
+        params = group["params"]
+        if isinstance(params, Tensor):
+            params = [params]
+        elif not isinstance(params, set):
+            params = list(params)
+        if self.param_groups and not isinstance(params, set):
+            named = [isinstance(each, tuple) for each in params]
+            if "param_names" in self.param_groups[0] and not any(named) and "param_names" not in group:
+                number = len(self.param_groups)
+                params = [(f"group{number}.{index}", each) for index, each in enumerate(params)]
+            elif "param_names" not in self.param_groups[0] and named and all(named):
+                params = [each for _, each in params]
+        group["params"] = params
+        return group
+
+    def _name_of(self, group: dict[str, Any], index: int) -> str:
+        names = group.get("param_names")
+        if names is not None:
+            return str(names[index])
+        number = next(i for i, each in enumerate(self.param_groups) if each is group)
+        return f"parameter {index} of group {number}"
+
+    def _checked_state(self, incoming: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
+        """The state of a checkpoint by parameter, cast and placed; an error if it is not ours."""
+        if not isinstance(incoming, Mapping) or not {"state", "param_groups"} <= set(incoming):
+            raise ValueError("not an optimiser's state_dict: it lacks 'state' or 'param_groups'")
+        saved_groups = incoming["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError(
+                f"the checkpoint has groups of {[len(group['params']) for group in saved_groups]} parameters, this "
+                f"optimiser of {[len(group['params']) for group in self.param_groups]}: it is of another model, or "
+                "the groups were made in another way"
+            )
+        checked = {}
+        for number, (saved, own) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
+            missing = set(self.defaults) - set(saved) - {"differentiable"}
+            if missing:
+                raise ValueError(
+                    f"group {number} of the checkpoint lacks the options {sorted(missing)}: it was not written by "
+                    "nero.Nero, or by another version of it; add them to its param_groups"
+                )
+            _check_options(saved)
+            for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
+                name = self._name_of(own, index)
+                saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
+                if "param_names" in own and saved_name != name:
+                    raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
+                if key in incoming["state"]:
+                    role = _role({**saved, "params": own["params"]}, parameter)
+                    checked[parameter] = _checked_entry(name, parameter, role, saved, incoming["state"][key])
+        return checked
+
+
+def _settings(group: dict[str, Any]) -> Settings:
+    lr = group["lr"]
+    if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:  # a scheduler can set anything
+        raise ValueError(f"lr must be finite and not negative, but it is {lr}")
+    return Settings(
+        -lr if group["maximize"] else lr, group["beta"], group["fix_mean"], group["fix_norm"], group["scale"]
+    )
+
+
+def _role(group: Mapping[str, Any], parameter: Tensor) -> Role:
+    if group["role"] is None:
+        return role_from_shape(parameter.shape)
+    return Role(group["role"], group["fan_in_axes"], group["fan_in_groups"]).on(parameter.shape)
+
+
+def _state_shape(parameter: Tensor, role: Role) -> list[int]:
+    if role.kind != "neuron":
+        return list(parameter.shape)
+    groups = role.fan_in_groups
+    shape = list(parameter.shape) if groups == 1 else [groups, parameter.shape[0] // groups, *parameter.shape[1:]]
+    return [1 if axis in role.axes else size for axis, size in enumerate(shape)]
+
+
+def _checked_role(group: dict[str, Any], parameter: Tensor, name: str) -> Role:
+    """The parameter's role, if it is one that Nero can train."""
+    if torch.nn.parameter.is_lazy(parameter):
+        raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
+    if parameter.is_complex():
+        raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
+    if getattr(parameter, "_is_flat_param", False):
+        raise TypeError(
+            f"{name} is a flat parameter of FSDP1, which cuts through neurons: shard with "
+            "torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
+    if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
+        raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
+    try:
+        return _role(group, parameter)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _checked_entry(
+    name: str, parameter: Tensor, role: Role, group: Mapping[str, Any], entry: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """One parameter's saved state, on its device and in the statistics' dtype."""
+    wanted = _STATE["neuron" if role.kind == "neuron" else "other"]
+    if not isinstance(entry, Mapping) or not wanted <= set(entry):
+        raise ValueError(
+            f"the checkpoint's state of {name} has {sorted(entry)} where {sorted(wanted)} are needed: it is of "
+            "another optimiser or model"
+        )
+    shape = tuple(_state_shape(parameter, role))
+    found = tuple(entry["grad_norm"].shape)
+    if found != shape:
+        raise ValueError(
+            f"the checkpoint's grad_norm of {name} is shaped {found} where {shape} is needed: it is of another model"
+        )
+    own_dtype = {"step": torch.float32, "skipped": torch.int64}
+    return {
+        key: torch.as_tensor(value)
+        .detach()
+        .to(device=parameter.device, dtype=own_dtype.get(key, statistics_dtype(parameter.dtype)), copy=True)
+        for key, value in entry.items()
+    }
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    lr = options["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
+        lr = lr.item()
+    _number("lr", lr, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
+    _number("beta", options["beta"], "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
+    _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
+    if options["scale"] is not None:
+        _number("scale", options["scale"], "finite and positive, or None", lambda x: 0 < x < math.inf)
+    _one_of("fix_mean", options["fix_mean"], [True, False])
+    _one_of("fix_norm", options["fix_norm"], [True, False, "initial"])
+    _one_of("maximize", options["maximize"], [True, False])
+    _one_of("on_nonfinite", options["on_nonfinite"], ["skip", "raise"])
+    _one_of("backend", options["backend"], ["auto", *BACKENDS])
+    _one_of("role", options["role"], [None, "neuron", "gain", "bias"])
+
+
+def _number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
+        raise ValueError(f"{name} must be {what}, but it is {value!r}")
+
+
+def _one_of(name: str, value: object, choices: list[object]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"{name} must be one of {choices}, but it is {value!r}")

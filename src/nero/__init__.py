@@ -15,7 +15,7 @@ from nero.describe import Description, describe
 from nero.optimiser import Nero
 from nero.roles import Role, param_groups, roles_of
 
-from nero._version import __version__
+__version__ = "0.1.0"
 
 __all__ = [
     "CentredWeightNorm",

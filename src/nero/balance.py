@@ -6,8 +6,8 @@ the same constraints into the network instead.
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ def project(
     """
     peak = tensor.detach().abs().amax(axes, keepdim=True)
     possible = (peak > 0) & peak.isfinite()
-    if fix_mean and math.prod(tensor.shape[axis] for axis in axes) == 2:
+    if fix_mean and math.prod([tensor.shape[axis] for axis in axes]) == 2:
         fix_mean = False
     if not (fix_mean or fix_norm):
         return Projected(tensor, possible)
@@ -163,7 +163,7 @@ def balance_after_step(
         for _, parameter, role in _neurons(model, frozen=True)
     ]
 
-    def project_all(trained: Any) -> None:
+    def project_all(trained: Callable[[Tensor], bool]) -> None:
         for parameter, role, radius in neurons:
             if trained(parameter):
                 balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius)
@@ -238,4 +238,4 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a parameter's statistics are kept and its step is computed."""
-    return cast(torch.dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,5 +1,7 @@
 """The table a person reads before training: what Nero takes each parameter for, and why."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,7 +49,7 @@ class Description:
     @property
     def neurons(self) -> int:
         """How many neurons are trained."""
-        return sum(row.neurons for row in self.rows)
+        return sum(row.neurons for row in self.rows if row.state_bytes)
 
     @property
     def state_bytes(self) -> int:
@@ -65,7 +67,7 @@ class Description:
         widths = [max(len(line[column]) for line in table) for column in range(len(header))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        share = f", {100 * self.state_bytes / self.adam_bytes:.2g} % of it" if self.adam_bytes else ""
+        share = f", {_percent(self.state_bytes / self.adam_bytes)} of it" if self.adam_bytes else ""
         lines += [
             "",
             f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
@@ -86,7 +88,7 @@ class Description:
     __repr__ = __str__  # a notebook shows the repr
 
 
-def describe(model: nn.Module, overrides: dict[str, Override] | None = None) -> Description:
+def describe(model: nn.Module, overrides: Mapping[str, Override] | None = None) -> Description:
     """What Nero will take every parameter of the model for, and why, before it touches anything.
 
     Args:
@@ -98,10 +100,10 @@ def describe(model: nn.Module, overrides: dict[str, Override] | None = None) -> 
 
     Example:
         >>> print(describe(nn.Linear(784, 10)))
-        name    shape     role    neurons x fan-in  state / Adam's    why
-        ------  --------  ------  ----------------  ----------------  -------------
-        weight  10 x 784  neuron  10 x 784          52 B / 62.7 kB    Linear.weight
-        bias    10        bias    -                 56 B / 84 B       Linear.bias
+        name    shape     role    neurons x fan-in  state / Adam's  why
+        ------  --------  ------  ----------------  --------------  -------------
+        weight  10 x 784  neuron  10 x 784          52 B / 62.7 kB  Linear.weight
+        bias    10        bias    -                 56 B / 84 B     Linear.bias
         <BLANKLINE>
         7,850 parameters in 2 tensors; 10 neurons
         state: 108 B for Nero, 62.8 kB for Adam, 0.17 % of it
@@ -116,7 +118,9 @@ def _row(name: str, parameter: Tensor, role: Role) -> Row:
     number_bytes = statistics_dtype(parameter.dtype).itemsize
     is_neuron = role.kind == "neuron"
     fan_in = role.fan_in(parameter.shape)
-    neurons = parameter.numel() // max(fan_in, 1) if is_neuron else 0
+    axes = role.fan_in_axes or ()
+    others = math.prod(size for axis, size in enumerate(parameter.shape) if axis not in axes)
+    neurons = others * role.fan_in_groups if is_neuron else 0
     if not parameter.requires_grad:
         return Row(name, tuple(parameter.shape), role, neurons, fan_in, 0, 0, "frozen")
     # the step and the count of skipped updates, and for gains and biases the scale
@@ -135,6 +139,8 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
         return f"{role.kind}: it has no fan-in"
     if fan_in == 2:
         return "norm only: its fan-in is 2"
+    if parameter.is_complex():
+        return "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
     if parameter.is_meta or not parameter.numel():
         return ""
     wide = role.view(parameter).to(statistics_dtype(parameter.dtype))
@@ -142,13 +148,20 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     stuck = int((~possible).sum())
     if not stuck:
         return ""
-    at_origin = int((norm(wide, role.axes) == 0).sum())
-    where = "at the origin" if at_origin == stuck else "at the origin or constant"
+    size = norm(wide, role.axes)
+    if not bool(size.isfinite().all()):
+        return f"{int((~size.isfinite()).sum())} of {possible.numel()} neurons not finite: initialise them first"
+    at_origin = int((size == 0).sum())
+    where = {0: "constant", stuck: "at the origin"}.get(at_origin, "at the origin or constant")
     return f"{stuck} of {possible.numel()} neurons {where}, until their first gradient"
 
 
 def _bytes(count: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= 0.9995 * size:  # what rounds to 1000 of one unit is 1 of the next
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.99 else f"{100 * share:.0f} %"

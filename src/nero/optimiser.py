@@ -125,6 +125,7 @@ class Nero(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         for parameter, role in zip(group["params"], roles, strict=True):
+            self._roles[parameter] = role
             if parameter.requires_grad:
                 self._take_in(parameter, role, group)
 
@@ -164,6 +165,10 @@ class Nero(torch.optim.Optimizer):
         }
         return {name: count for name, count in counts.items() if count}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._roles = {}  # after a copy, of other parameters; after a load, from other options
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
 
@@ -196,18 +201,13 @@ class Nero(torch.optim.Optimizer):
         jobs = []
         initial = group["fix_norm"] == "initial"
         pull = -group["gain_penalty"] if group["maximize"] else group["gain_penalty"]
-        for index, parameter in enumerate(group["params"]):
+        for parameter in group["params"]:
             grad = parameter.grad
             if grad is None or not parameter.requires_grad or not parameter.numel():
                 continue
-            if grad.layout not in (torch.strided, torch.sparse_coo):
-                raise TypeError(
-                    f"{self._name_of(group, index)} has a gradient of layout {grad.layout}: Nero takes dense and "
-                    "sparse_coo gradients"
-                )
-            role = self._roles.get(parameter)
-            if role is None:
-                role = self._roles[parameter] = _role(group, parameter)
+            if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
+                self._roles[parameter] = _role(group, parameter)
+            role = self._roles[parameter]
             state = self.state[parameter]
             if not state:
                 state = self._take_in(parameter, role, group)
@@ -222,7 +222,7 @@ class Nero(torch.optim.Optimizer):
     def _take_in(self, parameter: Tensor, role: Role, group: dict[str, Any]) -> dict[str, Tensor]:
         """Balance a parameter that enters and give it its state."""
         dtype = statistics_dtype(parameter.dtype)
-        state = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         state["grad_norm"] = torch.zeros(_state_shape(parameter, role), dtype=dtype, device=parameter.device)
         state["skipped"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -299,7 +299,7 @@ class Nero(torch.optim.Optimizer):
                     raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
                 if key in incoming["state"]:
                     role = _role({**saved, "params": own["params"]}, parameter)
-                    checked[parameter] = _checked_entry(name, parameter, role, saved, incoming["state"][key])
+                    checked[parameter] = _checked_entry(name, parameter, role, incoming["state"][key])
         return checked
 
 
@@ -313,9 +313,10 @@ def _settings(group: dict[str, Any]) -> Settings:
 
 
 def _role(group: Mapping[str, Any], parameter: Tensor) -> Role:
-    if group["role"] is None:
+    kind, axes = group["role"], group["fan_in_axes"]
+    if kind is None and axes is None:
         return role_from_shape(parameter.shape)
-    return Role(group["role"], group["fan_in_axes"], group["fan_in_groups"]).on(parameter.shape)
+    return Role(kind or "neuron", axes, group["fan_in_groups"]).on(parameter.shape)
 
 
 def _state_shape(parameter: Tensor, role: Role) -> list[int]:
@@ -347,9 +348,7 @@ def _checked_role(group: dict[str, Any], parameter: Tensor, name: str) -> Role:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _checked_entry(
-    name: str, parameter: Tensor, role: Role, group: Mapping[str, Any], entry: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def _checked_entry(name: str, parameter: Tensor, role: Role, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """One parameter's saved state, on its device and in the statistics' dtype."""
     wanted = _STATE["neuron" if role.kind == "neuron" else "other"]
     if not isinstance(entry, Mapping) or not wanted <= set(entry):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _WeightNorm
-from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, type_before_parametrizations
 from torch.nn.utils.weight_norm import WeightNorm
 
 Kind: TypeAlias = Literal["neuron", "gain", "bias"]
@@ -41,7 +41,7 @@ class Role:
     why: str = field(default="given", compare=False)
 
     def on(self, shape: Iterable[int]) -> "Role":
-        """This role on a parameter of that shape: axes filled in and checked, fan-in 1 a gain.
+        """The role on a parameter of that shape: axes filled in and checked, fan-in 1 a gain.
 
         Raises:
             ValueError: if the kind is unknown or the axes do not fit the shape.
@@ -53,14 +53,15 @@ class Role:
             if self.fan_in_axes:
                 raise ValueError(f"a {self.kind} has no fan_in_axes, but {self.fan_in_axes} were given")
             return replace(self, fan_in_axes=(), fan_in_groups=1)
-        axes = tuple(range(1, len(shape))) if self.fan_in_axes is None else tuple(self.fan_in_axes)
-        if not axes or not all(isinstance(axis, int) and -len(shape) <= axis < len(shape) for axis in axes):
-            raise ValueError(f"fan_in_axes {axes} do not fit the shape {shape}: name axes from 0 to {len(shape) - 1}")
+        axes = tuple(range(1, len(shape))) if self.fan_in_axes is None else self.fan_in_axes
+        if not isinstance(axes, tuple | list) or not axes or not all(_is_axis(axis, len(shape)) for axis in axes):
+            known = f"a tuple of axes from 0 to {len(shape) - 1}" if shape else "a scalar is a gain or a bias"
+            raise ValueError(f"fan_in_axes {axes} do not fit the shape {shape}: {known}")
         axes = tuple(sorted(axis % len(shape) for axis in axes))
         if len(set(axes)) != len(axes):
             raise ValueError(f"fan_in_axes {self.fan_in_axes} name an axis of {shape} twice")
         groups = self.fan_in_groups
-        if groups < 1 or shape[0] % groups or (groups > 1 and 0 not in axes):
+        if not isinstance(groups, int) or groups < 1 or shape[0] % groups or (groups > 1 and 0 not in axes):
             raise ValueError(
                 f"fan_in_groups={groups} does not fit: axis 0 of {shape} must be a fan-in axis and divide into it"
             )
@@ -76,7 +77,8 @@ class Role:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The tensor with its groups, if any, on an axis of their own; shares its memory."""
-        return tensor if self.fan_in_groups == 1 else tensor.unflatten(0, (self.fan_in_groups, -1))
+        groups = self.fan_in_groups
+        return tensor if groups == 1 else tensor.view(groups, tensor.shape[0] // groups, *tensor.shape[1:])
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -119,6 +121,7 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
             fan-in axes, or a :class:`Role`. The last entry that matches counts.
 
     Raises:
+        TypeError: something that is not a module, an override of no known form.
         ValueError: a tied parameter on whose role its layers disagree, an override that matches
             nothing or does not fit, a lazy layer that has not run yet, a model wrapped in FSDP1.
 
@@ -129,6 +132,8 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         >>> roles_of(model, {"2.*": "gain"})["2.weight"].kind
         'gain'
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
     claims: dict[int, list[tuple[str, Role]]] = {}
     for name, role, parameter in _claims(model):
         claims.setdefault(id(parameter), []).append((name, role))
@@ -140,7 +145,9 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         claimed = claims[id(parameter)]
         role = claimed[0][1]
         names = [other for other, _ in claimed]
-        matching = [pattern for pattern in overrides if any(fnmatchcase(each, pattern) for each in names)]
+        matching = [
+            pattern for pattern in overrides if any(each == pattern or fnmatchcase(each, pattern) for each in names)
+        ]
         if matching:
             unused.difference_update(matching)
             role = _overridden(name, tuple(parameter.shape), overrides[matching[-1]])
@@ -208,8 +215,15 @@ def _overridden(name: str, shape: tuple[int, ...], override: Override) -> Role:
         raise ValueError(f"the override of {name!r} does not fit: {error}") from error
 
 
+def _is_axis(axis: object, count: int) -> bool:
+    return isinstance(axis, int) and not isinstance(axis, bool) and -count <= axis < count
+
+
 def _in_words(role: Role) -> str:
-    return f"neurons along axes {role.fan_in_axes}" if role.kind == "neuron" else f"a {role.kind}"
+    if role.kind != "neuron":
+        return f"a {role.kind}"
+    groups = f" in {role.fan_in_groups} groups" if role.fan_in_groups > 1 else ""
+    return f"neurons along axes {role.fan_in_axes}{groups}"
 
 
 def _claims(model: nn.Module) -> Iterable[tuple[str, Role, Tensor]]:
@@ -246,12 +260,19 @@ def _role_of_original(
     """A tensor behind a parametrization follows the layer, if it has the shape of what the layer uses."""
     if isinstance(behind[0], _WeightNorm) and name == "original0":
         return Role("gain", (), why="weight_norm's length")
-    with torch.no_grad():
-        used = cast(Tensor, getattr(layer, tensor_name)).shape
-    if parameter.shape == used:
+    if parameter.shape == _shape_made(behind):
         role = _role_in_layer(layer, tensor_name, tuple(parameter.shape))
         return replace(role, why=f"{role.why}, parametrized")
-    return role_from_shape(parameter.shape)
+    role = role_from_shape(parameter.shape)
+    return replace(role, why=f"{role.why}; behind {type_before_parametrizations(layer).__name__}.{tensor_name}")
+
+
+@torch.no_grad()
+def _shape_made(behind: ParametrizationList) -> torch.Size:
+    """The shape of what a parametrization makes; leaves its buffers and the random numbers as they were."""
+    buffers = {name: buffer.clone() for name, buffer in behind.named_buffers()}
+    with torch.random.fork_rng(sorted({each.device.index for each in behind.parameters() if each.is_cuda})):
+        return cast(torch.Size, torch.func.functional_call(behind, buffers, ()).shape)
 
 
 def _role_in_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role:
@@ -264,12 +285,12 @@ def _role_in_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role
     elif name.endswith("_orig"):  # where torch's spectral_norm and pruning keep the trained tensor
         name = name.removesuffix("_orig")
 
-    why = f"{type(module).__name__}.{name}"
+    layer = type_before_parametrizations(module).__name__
     known = _known_role(module, name, shape)
     if known is None:
         role = role_from_shape(shape)
-        return replace(role, why=f"{role.why}; {type(module).__name__} is unknown")
-    return replace(known, why=why).on(shape)
+        return replace(role, why=f"{role.why}; {layer} is unknown")
+    return replace(known, why=f"{layer}.{name}").on(shape)
 
 
 _WEIGHT_FIRST = (
@@ -286,7 +307,7 @@ _WEIGHT_FIRST = (
 )
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_NORM_NAME = re.compile(r"Norm(?:alization)?(?:\dd)?$")
+_NORM_NAME = re.compile(r"(?:Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
 _SHIFTS = ("bias", "beta", "shift", "offset")
 
 
@@ -304,12 +325,20 @@ def _known_role(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role | 
         return Role("bias" if name in _SHIFTS else "gain", ())
     if isinstance(module, nn.PReLU):  # a slope: pulling it to one would undo the non-linearity
         return Role("bias", ())
-    if "Conv1D" in class_names and {"nf", "weight", "bias"} <= {*vars(module), *module._parameters}:
+    if "Conv1D" in class_names and "nf" in vars(module):  # GPT-2's linear layer
         return Role("neuron", (0,)) if name == "weight" else Role("bias", ())
     if any("Experts" in each for each in class_names) and len(shape) > 1:
         # one expert a slice along axis 0: the role of the slice, one axis on
         if len(shape) == 2:
             return Role("bias", ())
         if len(shape) == 3:
-            return Role("neuron", (1,) if getattr(module, "is_transposed", False) else (2,))
+            return Role("neuron", (1,) if _are_transposed(module) else (2,))
     return None
+
+
+def _are_transposed(experts: nn.Module) -> bool:
+    """Whether stacked experts are (E, in, out); where the layer does not say, two of its shapes do."""
+    up, down = (experts._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    if hasattr(experts, "is_transposed") or up is None or down is None or not up.dim() == down.dim() == 3:
+        return bool(getattr(experts, "is_transposed", False))
+    return up.shape[1] == down.shape[2]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from nero.backends.job import Job, Settings, apply_rule
 
@@ -33,7 +34,7 @@ def _finish_sparse(job: Job, settings: Settings) -> None:
         finish(job._replace(grad=grad.to_dense()), settings)
         return
     rows = grad.indices()[0]
-    by_row = {name: job.state[name][rows] for name in ("grad_norm", "radius") if name in job.state}
+    by_row: dict[str, Tensor] = {name: job.state[name][rows] for name in ("grad_norm", "radius") if name in job.state}
     touched = job._replace(parameter=job.parameter[rows], grad=grad.values(), state={**job.state, **by_row})
     update = apply_rule(touched, settings)
     job.parameter.index_copy_(0, rows, update.parameter.to(job.parameter.dtype))

@@ -26,6 +26,8 @@ PIECE = 1 << 22
 ORDINARY = (1e-15, 1e15)
 #: Above this fan-in, the fast sums lose more precision than float32 should.
 LONGEST = 1 << 15
+#: Radians: a turn as wide as this is left to the rule.
+WIDEST = 0.5
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
@@ -33,7 +35,8 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     if not jobs:
         return
     torch._foreach_add_([job.state["step"] for job in jobs], 1)
-    gains, neurons = [], []
+    gains: list[Job] = []
+    neurons: list[Job] = []
     for job in jobs:
         if job.grad.layout is not torch.strided:
             eager.finish(job, settings)
@@ -45,7 +48,6 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
 
 def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
     """Nudge all gains and biases as one vector for each device, precision and pull."""
-
     alike: dict[tuple[torch.device, torch.dtype, float], list[Job]] = {}
     for job in jobs:
         alike.setdefault((job.parameter.device, job.state["grad_norm"].dtype, job.pull), []).append(job)
@@ -89,21 +91,30 @@ def _scatter(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 class _Sheet(NamedTuple):
     """Weights as a matrix, their neurons' entries along one axis of it; or a piece of one."""
 
+    job: Job
     weight: Tensor
     grad: Tensor
     average: Tensor
     radius: Tensor | None
-    job: Job
+    loose: Tensor | None
 
     def piece(self, across: int, start: int, count: int) -> "_Sheet":
         """Some of the neurons."""
-        cut = [tensor if tensor is None else tensor.narrow(across, start, count) for tensor in self[:4]]
-        return _Sheet(*cut, self.job)  # type: ignore[arg-type]
+        cut = (across, start, count)
+        return _Sheet(
+            self.job,
+            self.weight.narrow(*cut),
+            self.grad.narrow(*cut),
+            self.average.narrow(*cut),
+            None if self.radius is None else self.radius.narrow(*cut),
+            None if self.loose is None else self.loose.narrow(*cut),
+        )
 
     def give_up(self, axis: int, settings: Settings) -> None:
         """Leave it to the rule."""
         own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
         eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
+        _forms[self.job.state["grad_norm"]].version = None
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
@@ -119,10 +130,6 @@ def _turn(jobs: Sequence[Job], settings: Settings) -> None:
             alike.setdefault(kind, []).extend(_pieces(sheet, 1 - axis))
     for (number, axis, _), sheets in alike.items():
         _turn_sheets(sheets, axis, number, settings)
-    for job in jobs:
-        form = _forms.get(job.state["grad_norm"])
-        if form is not None:
-            form.version = job.parameter._version if quick else None
 
 
 def _pieces(sheet: _Sheet, across: int) -> Iterator[_Sheet]:
@@ -138,23 +145,23 @@ def _pieces(sheet: _Sheet, across: int) -> Iterator[_Sheet]:
 
 @dataclass(slots=True)
 class _Form:
-    """What the short path remembers of a tensor: its weights as a matrix, and when they were balanced."""
+    """What the short path remembers of a tensor."""
 
     at: int
-    weight: Tensor
-    average: Tensor
-    order: list[int] | None
-    version: int | None = None
+    weight: Tensor  # as a matrix
+    order: list[int] | None  # of the axes that make it one
+    version: int | None = None  # torch's count of the changes to the weights when last looked at
+    loose: Tensor | None = None  # the neurons that were not balanced then
 
 
-# by a tensor's running average, which lives and dies with the optimiser's state of it
+# by a tensor's running average, which lives and dies with the optimiser's state; a form must not refer to it
 _forms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _sheet(job: Job, settings: Settings) -> _Sheet | None:
     """The job as a sheet, if its neurons can take the short path."""
     average = job.state["grad_norm"]
-    form = _forms.get(average)
+    form: _Form | None = _forms.get(average)  # type: ignore[no-untyped-call]
     if form is None or form.at != job.parameter.data_ptr() or form.weight.numel() != job.parameter.numel():
         form = _form(job)
         if form is None:
@@ -162,12 +169,22 @@ def _sheet(job: Job, settings: Settings) -> _Sheet | None:
         _forms[average] = form
     if job.grad.dtype != average.dtype:
         return None
-    # torch counts the changes to a tensor: what has not been touched since the last turn is balanced
-    if form.version != job.parameter._version and not _is_balanced(job, settings):
+    # what has not been touched since the last turn is still balanced, and need not be measured again
+    if form.version != job.parameter._version:
+        form.loose, form.version = _loose(job, settings), job.parameter._version
+    if form.loose is not None and bool(form.loose.all()):
         return None
-    grad = job.grad if form.order is None else job.grad.permute(form.order).reshape(form.weight.shape)
-    radius = job.state["radius"].view(form.average.shape) if settings.fix_norm == "initial" else None
-    return _Sheet(form.weight, grad, form.average, radius, job)
+    radius = job.state["radius"] if settings.fix_norm == "initial" else None
+    if form.order is None:
+        return _Sheet(job, form.weight, job.grad, average, radius, form.loose)
+    return _Sheet(
+        job,
+        form.weight,
+        job.grad.permute(form.order).reshape(form.weight.shape),
+        average.view(-1, 1),
+        None if radius is None else radius.view(-1, 1),
+        None if form.loose is None else form.loose.view(-1, 1),
+    )
 
 
 def _form(job: Job) -> _Form | None:
@@ -178,25 +195,26 @@ def _form(job: Job) -> _Form | None:
     if not 2 < weight.numel() // average.numel() <= LONGEST:
         return None
     if weight.dim() == 2:
-        return _Form(weight.data_ptr(), weight, average, None)
+        return _Form(weight.data_ptr(), weight, None)
     neurons = [axis for axis in range(weight.dim()) if axis not in job.axes]
     order = neurons + sorted(job.axes, key=weight.stride, reverse=True)
     try:
         view = weight.permute(order).view(average.numel(), -1)
     except RuntimeError:  # torch's way to say that no view will do
         return None
-    return _Form(weight.data_ptr(), view, average.view(-1, 1), order)
+    return _Form(weight.data_ptr(), view, order)
 
 
-def _is_balanced(job: Job, settings: Settings) -> bool:
-    """Whether every neuron is on the constraint set, so that its norm need not be measured again."""
+def _loose(job: Job, settings: Settings) -> Tensor | None:
+    """Which neurons are off the constraint set, if any."""
     weight, average = job.parameter, job.state["grad_norm"]
     radius = job.state["radius"] if settings.fix_norm == "initial" else 1.0
     rounding = 8 * torch.finfo(weight.dtype).eps
-    if not bool(((norm(weight, job.axes) / radius - 1).abs() <= rounding).all()):
-        return False
-    drift = weight.mean(job.axes, keepdim=True) * math.sqrt(weight.numel() // average.numel())
-    return not settings.fix_mean or bool((drift.abs() <= rounding * radius).all())
+    loose = (norm(weight, job.axes) / radius - 1).abs() > rounding
+    if settings.fix_mean:
+        drift = weight.mean(job.axes, keepdim=True) * math.sqrt(weight.numel() // average.numel())
+        loose |= drift.abs() > rounding * radius
+    return loose if bool(loose.any()) else None
 
 
 def _turn_sheets(sheets: list[_Sheet], axis: int, step: float, settings: Settings) -> None:
@@ -213,14 +231,24 @@ def _turn_sheets(sheets: list[_Sheet], axis: int, step: float, settings: Setting
     factor = -float(settings.lr) * rule.bias_correction(step, settings.beta, length.dtype) * scale / average
     angle = (factor * length / radius).nan_to_num_(0.0)  # 0 / 0: a neuron that has never moved
 
-    extremes = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
-    # a turn this small cannot bring a balanced neuron near the origin, nor near a constant
+    low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
     still: Sequence[Tensor | None] = [None] * len(sheets)
-    if not (ORDINARY[0] < extremes[0] and extremes[1] < ORDINARY[1] and -0.5 < extremes[2] and extremes[3] < 0.5):
-        at_rest = length == 0
-        plain = at_rest | ((length > ORDINARY[0]) & (length < ORDINARY[1]) & (angle.abs() < 0.5))
-        if not bool(plain.all()):
-            odd = [not bool(each.all()) for each in plain.split_with_sizes(counts, across)]
+    all_tight = all(sheet.loose is None for sheet in sheets)
+    # a turn through less than WIDEST cannot bring a balanced neuron near the origin, nor near a constant
+    if not (all_tight and low > ORDINARY[0] and high < ORDINARY[1] and left > -WIDEST and right < WIDEST):
+        resting = [
+            _at_rest(sheet, each, axis) for sheet, each in zip(sheets, _part(length, counts, across), strict=True)
+        ]
+        at_rest = _join(resting, across)
+        plain = at_rest | ((length > ORDINARY[0]) & (length < ORDINARY[1]) & (angle.abs() < WIDEST))
+        if not all_tight:
+            tight = [
+                torch.ones_like(each) if sheet.loose is None else each | ~sheet.loose
+                for sheet, each in zip(sheets, resting, strict=True)
+            ]
+            plain &= _join(tight, across)
+        odd = [not bool(each.all()) for each in _part(plain, counts, across)]
+        if any(odd):
             for sheet, is_odd in zip(sheets, odd, strict=True):
                 if is_odd:
                     sheet.give_up(axis, settings)
@@ -228,19 +256,32 @@ def _turn_sheets(sheets: list[_Sheet], axis: int, step: float, settings: Setting
             if rest:
                 _turn_sheets(rest, axis, step, settings)
             return
-        still = [each.flatten().nonzero()[:, 0] for each in at_rest.split_with_sizes(counts, across)]
+        still = [each.flatten().nonzero()[:, 0] for each in resting]
 
-    for sheet, each, resting in zip(sheets, factor.split_with_sizes(counts, across), still, strict=True):
+    for sheet, each, idle in zip(sheets, _part(factor, counts, across), still, strict=True):
         weight = sheet.weight
-        kept = None if resting is None else weight.index_select(across, resting)
+        kept = None if idle is None else weight.index_select(across, idle)
         weight.addcmul_(sheet.grad, each)
         if settings.fix_mean:
             weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
         stretch = _norm(weight, axis).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
-        weight.mul_(stretch if settings.fix_norm is True else stretch.mul_(sheet.radius))
-        if resting is not None and kept is not None:
-            weight.index_copy_(across, resting, kept)
-    torch._foreach_copy_([sheet.average for sheet in sheets], list(average.split_with_sizes(counts, across)))
+        weight.mul_(stretch if sheet.radius is None else stretch.mul_(sheet.radius))
+        if idle is not None and kept is not None:
+            weight.index_copy_(across, idle, kept)
+        form = _forms[sheet.job.state["grad_norm"]]
+        if form.version is not None:
+            form.version = sheet.job.parameter._version
+    torch._foreach_copy_([sheet.average for sheet in sheets], list(_part(average, counts, across)))
+
+
+def _at_rest(sheet: _Sheet, length: Tensor, axis: int) -> Tensor:
+    """The neurons whose gradient is zero; not those where only its square is."""
+    at_rest = length == 0
+    return at_rest if not bool(at_rest.any()) else sheet.grad.abs().amax(axis, keepdim=True) == 0
+
+
+def _part(joined: Tensor, counts: list[int], axis: int) -> Sequence[Tensor]:
+    return [joined] if len(counts) == 1 else joined.split_with_sizes(counts, axis)
 
 
 def _join(parts: list[Tensor], axis: int) -> Tensor:
@@ -249,11 +290,12 @@ def _join(parts: list[Tensor], axis: int) -> Tensor:
 
 def _norm(sheet: Tensor, axis: int) -> Tensor:
     if axis == 1:
-        return torch.linalg.vector_norm(sheet, dim=1, keepdim=True)
-    return (sheet.new_ones(1, sheet.shape[0]) @ sheet.square()).sqrt_()
+        size: Tensor = torch.linalg.vector_norm(sheet, dim=1, keepdim=True)
+        return size
+    return _sum(sheet.square(), axis).sqrt_()
 
 
 def _sum(sheet: Tensor, axis: int) -> Tensor:
     if axis == 1:
         return sheet.sum(1, keepdim=True)
-    return sheet.new_ones(1, sheet.shape[0]) @ sheet
+    return torch.ones(1, sheet.shape[0], dtype=sheet.dtype).mm(sheet)

@@ -1,0 +1,52 @@
+"""Algorithm 1 of the paper as loops over plain lists of float64: slow, obvious, and written from the paper alone.
+
+"Learning by Turning", Section 4. The lines quoted are the algorithm's own. The bias correction is
+the one that the paragraph below it describes. `mean` and `norm` switch the two projections, as the
+ablation of Section 5.1 does; `sigma` replaces the norm of w that the step is relative to.
+"""
+
+import math
+
+
+def corrected(mean_square: float, beta: float, t: int) -> float:
+    """Return "the running averages are divided by a factor of sqrt(1 - beta^t) before the t-th update"."""
+    return math.sqrt(mean_square) / math.sqrt(1 - beta**t)
+
+
+def turn(
+    w: list[float],
+    g: list[float],
+    mean_square: float,
+    t: int,
+    eta: float,
+    beta: float,
+    mean: bool = True,
+    norm: bool = True,
+    sigma: float | None = None,
+    radius: float = 1.0,
+) -> tuple[list[float], float]:
+    """Update one neuron; returns its weights and its running average of the squared gradient norm."""
+    # "update running averages"
+    mean_square = beta * mean_square + (1 - beta) * sum(gi * gi for gi in g)
+    # "update weights": w <- w - eta ||w|| / g_bar * g
+    size = math.sqrt(sum(wi * wi for wi in w)) if sigma is None else sigma
+    factor = eta * size / corrected(mean_square, beta, t)
+    w = [wi - factor * gi for wi, gi in zip(w, g, strict=True)]
+    return project(w, mean, norm, radius), mean_square
+
+
+def project(w: list[float], mean: bool = True, norm: bool = True, radius: float = 1.0) -> list[float]:
+    """Return "project weights back to constraint set"."""
+    if mean:
+        average = sum(w) / len(w)
+        w = [wi - average for wi in w]
+    if norm:
+        size = math.sqrt(sum(wi * wi for wi in w))
+        w = [radius * wi / size for wi in w]
+    return w
+
+
+def nudge(b: float, g: float, mean_square: float, t: int, eta: float, beta: float, sigma: float) -> tuple[float, float]:
+    """Update one gain or bias; returns it and its running average of the squared gradient."""
+    mean_square = beta * mean_square + (1 - beta) * g * g
+    return b - eta * sigma / corrected(mean_square, beta, t) * g, mean_square

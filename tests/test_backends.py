@@ -1,0 +1,133 @@
+"""Rule and backends against the oracle, over one table of cases."""
+
+import pytest
+import torch
+from cases import CASES, ROUNDING, TOLERANCE, Case, Oracle
+
+import nero
+from nero import rule
+from nero.backends import BACKENDS
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+by_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@by_name
+@by_dtype
+def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
+    """The rule itself, called directly, from weights that nobody has balanced."""
+    generator = torch.Generator().manual_seed(1)
+    role, parameter = case.role, case.tensor(generator, dtype)
+    reference = Oracle(case, parameter)
+    reference.read(parameter)  # the oracle too starts from what is there
+    weights, average = role.view(parameter), torch.zeros((), dtype=dtype)
+    if role.kind == "neuron":
+        average = average.expand([1 if i in role.axes else n for i, n in enumerate(weights.shape)])
+    else:
+        average = average.expand(weights.shape)
+    options = dict(case.options)
+    lr = options.get("lr", 0.01) * (-1 if options.get("maximize") else 1)
+    beta, skipped = options.get("beta", 0.999), 0
+    for t in range(1, 8):
+        grad = case.tensor(generator, dtype)
+        reference.step(grad)
+        if role.kind == "neuron":
+            radius = torch.tensor(reference.radii, dtype=dtype).reshape(average.shape)
+            weights, average, sat_out = rule.turn(
+                weights,
+                role.view(grad),
+                average,
+                t,
+                axes=role.axes,
+                lr=lr,
+                beta=beta,
+                fix_mean=options.get("fix_mean", True),
+                fix_norm=bool(options.get("fix_norm", True)),
+                scale=options.get("scale"),
+                radius=radius,
+            )
+        else:
+            weights, average, sat_out = rule.nudge(
+                weights, grad, average, t, lr=lr, beta=beta, scale=reference.sigma, pull=reference.pull
+            )
+        skipped += int(sat_out.sum())
+    state = {"grad_norm": average, "step": torch.tensor(7.0), "skipped": torch.tensor(skipped)}
+    reference.check(weights.reshape(case.shape), state, TOLERANCE[dtype])
+
+
+@by_name
+@by_backend
+@by_dtype
+def test_backends_agree_with_the_oracle(case: Case, backend: str, dtype: torch.dtype):
+    """Seven steps, a missing gradient at the second, a frozen layer at the third to fifth."""
+    generator = torch.Generator().manual_seed(2)
+    parameters = [torch.nn.Parameter(case.tensor(generator, dtype)) for _ in range(3)]
+    references = [Oracle(case, parameter) for parameter in parameters]
+    optimiser = nero.Nero([case.group(parameter) for parameter in parameters], backend=backend)
+    for step in range(1, 8):
+        parameters[1].requires_grad_(not 3 <= step <= 5)
+        for index, (parameter, reference) in enumerate(zip(parameters, references, strict=True)):
+            grad = case.tensor(generator, dtype)
+            missing = index == 0 and step == 2
+            parameter.grad = None if missing else grad
+            if not missing and parameter.requires_grad:
+                reference.step(grad)
+        kept = [None if p.grad is None else p.grad.clone() for p in parameters]
+        optimiser.step()
+        for parameter, grad in zip(parameters, kept, strict=True):
+            assert grad is None or torch.equal(parameter.grad, grad), "the step must not touch the gradient"
+    for parameter, reference in zip(parameters, references, strict=True):
+        assert parameter.stride() == case.tensor(generator, dtype).stride()
+        reference.check(parameter, optimiser.state[parameter], TOLERANCE[dtype])
+
+
+@by_name
+@by_backend
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_half_precision_rounds_once_a_step(case: Case, backend: str, dtype: torch.dtype):
+    """Each step is the oracle's, rounded; the averages never see the parameter's dtype."""
+    generator = torch.Generator().manual_seed(3)
+    parameter = torch.nn.Parameter(case.tensor(generator, dtype))
+    reference = Oracle(case, parameter)
+    optimiser = nero.Nero([case.group(parameter)], backend=backend)
+    for _ in range(4):
+        reference.read(parameter)
+        parameter.grad = case.tensor(generator, dtype)
+        reference.step(parameter.grad)
+        optimiser.step()
+        state = optimiser.state[parameter]
+        assert parameter.dtype == dtype
+        assert state["grad_norm"].dtype == torch.float32
+        found, wanted = state["grad_norm"].flatten().tolist(), [each**0.5 for each in reference.mean_squares]
+        assert found == pytest.approx(wanted, rel=1e-5)
+        reference.mean_squares, kept = [each**2 for each in found], reference.mean_squares
+        reference.check(parameter, state, ROUNDING[dtype])
+        reference.mean_squares = kept
+
+
+def test_backends_agree_on_a_whole_model():
+    """Many tensors of many roles in one step, as a network has them."""
+    results = []
+    for backend in BACKENDS:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, bias=False),  # before batch norm a bias has a gradient of pure rounding
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.ConvTranspose2d(8, 4, 3, groups=2),
+            torch.nn.PReLU(),
+            torch.nn.Flatten(),
+            torch.nn.LayerNorm(4 * 8 * 8),
+            torch.nn.Linear(4 * 8 * 8, 32),
+            torch.nn.Linear(32, 1),
+            torch.nn.Linear(1, 5),
+        ).double()
+        optimiser = nero.Nero(model, backend=backend, lr=0.02)
+        for _ in range(7):
+            optimiser.zero_grad()
+            model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).square().mean().backward()
+            optimiser.step()
+        results.append([each.detach().clone() for each in model.parameters()])
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=1e-11, atol=1e-13)

@@ -1,0 +1,398 @@
+"""What bad input gets: either it trains, finite, or an error says which parameter or option, and what to do."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nero
+from nero.backends import BACKENDS
+from nero.balance import project
+
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def angle(one: Tensor, other: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=1).clamp(-1, 1).acos()
+
+
+# -- layers that other implementations turn into NaN -------------------------------------------
+
+
+@by_backend
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(1, 6),
+        lambda: nn.Conv2d(6, 6, 1, groups=6),
+        lambda: nn.ParameterList([nn.Parameter(torch.ones(6, 1, 1))]),
+    ],
+    ids=["Linear(1, n)", "1x1 depthwise", "(C, 1, 1)"],
+)
+@pytest.mark.parametrize("from_module", [True, False], ids=["module", "parameters"])
+def test_fan_in_one_is_a_gain(backend: str, make, from_module: bool):
+    module = make()
+    weight = next(module.parameters())
+    start = weight.detach().clone()
+    optimiser = nero.Nero(module if from_module else module.parameters(), backend=backend)
+    assert torch.equal(weight, start), "gains are not projected"
+    for _ in range(5):
+        for parameter in module.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimiser.step()
+    assert weight.isfinite().all()
+    assert not torch.equal(weight, start)
+    size = float(start.abs().mean())
+    assert (weight - start).abs().max() <= 5 * 3 * 0.01 * size, "steps are relative to the size it came with"
+
+
+@by_backend
+def test_neurons_at_the_origin_wait_for_a_gradient(backend: str):
+    """A zero-initialised head, LoRA's B: nothing until the first gradient, then against it."""
+    head = nn.Linear(7, 4)
+    nn.init.zeros_(head.weight)
+    optimiser = nero.Nero(head, backend=backend)
+    head.weight.grad = torch.zeros(4, 7)
+    optimiser.step()
+    assert torch.equal(head.weight, torch.zeros(4, 7))
+    grad = torch.randn(4, 7)
+    grad[2] = 0
+    head.weight.grad = grad
+    optimiser.step()
+    assert torch.equal(head.weight[2], torch.zeros(7))
+    moved = [0, 1, 3]
+    torch.testing.assert_close(head.weight[moved], project(-grad[moved], (1,)).tensor, rtol=0, atol=1e-5)
+
+
+def test_neurons_at_the_origin_without_the_norm():
+    for fix_norm, size in (("initial", 0.01), (False, 0.01 * 0.01)):
+        weight = nn.Parameter(torch.zeros(3, 8))
+        optimiser = nero.Nero([weight], fix_norm=fix_norm)
+        weight.grad = torch.randn(3, 8)
+        weight.grad -= weight.grad.mean(1, keepdim=True)
+        optimiser.step()
+        torch.testing.assert_close(weight.norm(dim=1), torch.full((3,), size), rtol=1e-5, atol=0)
+
+
+@by_backend
+def test_padding_row_stays_zero_while_the_table_learns(backend: str):
+    table = nn.Embedding(5, 8, padding_idx=2)
+    optimiser = nero.Nero(table, backend=backend)
+    for _ in range(4):
+        optimiser.zero_grad()
+        before = table.weight.detach().clone()
+        (table(torch.arange(5)) * torch.randn(8)).sum().backward()
+        optimiser.step()
+        assert torch.equal(table.weight[2], torch.zeros(8))
+        assert table.weight.isfinite().all()
+        assert (angle(table.weight, before)[[0, 1, 3, 4]] > 1e-3).all()
+
+
+@by_backend
+@pytest.mark.parametrize("value", [1.0, 0.1, -3e20, 1e-20])
+def test_constant_rows_wait_for_a_gradient(backend: str, value: float):
+    weight = nn.Parameter(torch.full((3, 9), value))
+    optimiser = nero.Nero([weight], backend=backend)
+    assert torch.equal(weight, torch.full((3, 9), value)), "there is nothing to project to"
+    weight.grad = torch.randn(3, 9)
+    optimiser.step()
+    torch.testing.assert_close(weight, project(-weight.grad, (1,)).tensor, rtol=0, atol=1e-3)
+
+
+@by_backend
+def test_a_constant_gradient_at_the_origin_has_no_direction(backend: str):
+    weight = nn.Parameter(torch.zeros(3, 9))
+    optimiser = nero.Nero([weight], backend=backend)
+    for _ in range(3):
+        weight.grad = torch.full((3, 9), 0.1)
+        optimiser.step()
+    assert torch.equal(weight, torch.zeros(3, 9))
+
+
+# -- bad numbers ------------------------------------------------------------------------------
+
+
+@by_backend
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_gradient_entry_of_a_gain_stops_that_gain(backend: str, bad: float):
+    norm = nn.LayerNorm(6)
+    clean = copy.deepcopy(norm)
+    optimisers = [nero.Nero(each, backend=backend) for each in (norm, clean)]
+    grad = torch.randn(6)
+    for each in (norm, clean):
+        each.weight.grad, each.bias.grad = grad.clone(), grad.clone()
+    norm.weight.grad[4] = bad
+    for optimiser in optimisers:
+        optimiser.step()
+    assert norm.weight[4] == 1
+    others = [0, 1, 2, 3, 5]
+    assert torch.equal(norm.weight[others], clean.weight[others])
+    assert torch.equal(norm.bias, clean.bias)
+    assert optimisers[0].skipped == {"weight": 1}
+    assert optimisers[1].skipped == {}
+    norm.weight.grad = grad
+    optimisers[0].step()
+    assert norm.weight[4] != 1
+    assert optimisers[0].skipped == {"weight": 1}
+
+
+def test_on_nonfinite_raise_changes_nothing():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimiser = nero.Nero(model, on_nonfinite="raise")
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    model[1].weight.grad[0, 0] = math.nan
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimiser.state_dict())
+    with pytest.raises(FloatingPointError, match=r"1\.weight.*on_nonfinite='skip'"):
+        optimiser.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    for key, entry in optimiser.state_dict()["state"].items():
+        assert all(torch.equal(entry[name], state["state"][key][name]) for name in entry)
+
+
+@by_backend
+@pytest.mark.parametrize("factor", [1e-25, 1e25])
+@pytest.mark.parametrize("through", ["gradient", "loss"])
+def test_the_size_of_the_gradient_does_not_matter(backend: str, factor: float, through: str):
+    results = []
+    for scale in (1.0, factor):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 3))
+        optimiser = nero.Nero(model, backend=backend)
+        for _ in range(30):
+            optimiser.zero_grad()
+            loss = (model(torch.randn(8, 10)) - torch.randn(8, 3)).square().mean()
+            (loss * scale if through == "loss" else loss).backward()
+            if through == "gradient":
+                for parameter in model.parameters():
+                    parameter.grad *= scale
+            optimiser.step()
+        results.append([each.detach() for each in model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert ((a - b).norm() / a.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("factor", [1e-20, 1e20, 1e-30, 1e30])
+@pytest.mark.parametrize("axes", [(1,), (0,)])
+def test_the_size_of_the_weights_at_the_start_does_not_matter(factor: float, axes: tuple[int, ...]):
+    weight = torch.randn(8, 6)
+    plain, scaled = nn.Parameter(weight.clone()), nn.Parameter(weight * factor)
+    for parameter in (plain, scaled):
+        nero.Nero([{"params": [parameter], "role": "neuron", "fan_in_axes": axes}])
+    torch.testing.assert_close(scaled, plain, rtol=0, atol=1e-6)
+
+
+@by_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_for_two_thousand_steps(backend: str, dtype: torch.dtype):
+    """The average stays right to 1 % and the angle turned per step to 5 %."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 256, generator=generator).to(dtype))
+    optimiser = nero.Nero([weight], lr=0.01, backend=backend)
+    mean_square, angles = torch.zeros(16, dtype=torch.float64), []
+    for _ in range(2000):
+        before = weight.detach().clone()
+        weight.grad = (torch.randn(16, 256, generator=generator) * 1e-2).to(dtype)
+        mean_square = 0.999 * mean_square + 0.001 * weight.grad.double().square().sum(1)
+        optimiser.step()
+        angles.append(angle(before, weight.detach()).mean())
+    found = optimiser.state[weight]["grad_norm"].flatten().double()
+    torch.testing.assert_close(found, mean_square.sqrt(), rtol=0.01, atol=0)
+    assert torch.stack(angles).mean() == pytest.approx(math.atan(0.01), rel=0.05)
+    torch.testing.assert_close(weight.double().norm(dim=1), torch.ones(16).double(), rtol=0.01, atol=0)
+
+
+def test_zero_lr_and_zero_gradients_change_no_bit():
+    """What torch's distributed checkpoints do to make an optimiser's state."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2))
+    optimiser = nero.Nero(model)
+    before = copy.deepcopy(model.state_dict())
+    for group in optimiser.param_groups:
+        group["lr"] = 0.0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.view(torch.int32), before[name].view(torch.int32))
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -0.1}, "lr must be finite and not negative"),
+        ({"lr": math.nan}, "lr must be"),
+        ({"lr": math.inf}, "lr must be"),
+        ({"lr": "fast"}, "lr must be"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "lr as a tensor must have one element"),
+        ({"lr": torch.tensor(-1.0)}, "lr must be"),
+        ({"beta": 1.0}, r"beta must be in \[0, 1\)"),
+        ({"beta": -0.1}, "beta must be"),
+        ({"beta": math.nan}, "beta must be"),
+        ({"beta": (0.9, 0.99)}, "beta must be"),
+        ({"scale": 0.0}, "scale must be"),
+        ({"scale": math.inf}, "scale must be"),
+        ({"gain_penalty": -1.0}, "gain_penalty must be"),
+        ({"fix_mean": "yes"}, "fix_mean must be one of"),
+        ({"fix_norm": "final"}, "fix_norm must be one of"),
+        ({"maximize": 2}, "maximize must be one of"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of"),
+        ({"backend": "cuda"}, "backend must be one of"),
+    ],
+)
+@pytest.mark.parametrize("where", ["constructor", "group", "added"])
+def test_bad_options(options: dict, message: str, where: str):
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=message):
+        if where == "constructor":
+            nero.Nero(layer, **options)
+        elif where == "group":
+            nero.Nero([{"params": layer.parameters(), **options}])
+        else:
+            optimiser = nero.Nero(nn.Linear(3, 2))
+            try:
+                optimiser.add_param_group({"params": layer.parameters(), **options})
+            finally:
+                assert len(optimiser.param_groups) == 2, "nothing half-added"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"role": "weight"}, "role must be one of"),
+        ({"role": "neuron", "fan_in_axes": (2,)}, r"parameter 0 of group 0.*fan_in_axes \(2,\) do not fit"),
+        ({"role": "neuron", "fan_in_axes": ()}, "do not fit"),
+        ({"role": "neuron", "fan_in_axes": (1, -1)}, "twice"),
+        ({"role": "bias", "fan_in_axes": (1,)}, "a bias has no fan_in_axes"),
+        ({"role": "neuron", "fan_in_axes": (0,), "fan_in_groups": 3}, "fan_in_groups=3 does not fit"),
+        ({"fan_in_axes": (5,)}, "do not fit"),
+    ],
+)
+def test_bad_roles(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        nero.Nero([{"params": [nn.Parameter(torch.randn(4, 3))], **options}])
+
+
+def test_a_bad_lr_from_a_scheduler_is_caught():
+    layer = nn.Linear(3, 2)
+    optimiser = nero.Nero(layer)
+    optimiser.param_groups[0]["lr"] = math.nan
+    layer(torch.randn(1, 3)).sum().backward()
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match="lr must be finite"):
+        optimiser.step()
+    assert torch.equal(layer.weight, before["weight"])
+    assert torch.equal(layer.bias, before["bias"])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "kind", "message"),
+    [
+        (lambda: torch.randn(3, 2, dtype=torch.complex64), TypeError, "odd is complex.*view_as_real"),
+        (lambda: torch.randn(3, 2, device="meta"), ValueError, "odd is on the meta device.*to_empty"),
+        (lambda: torch.tensor([[1.0, math.nan]]), ValueError, "odd holds values.*initialise"),
+    ],
+    ids=["complex", "meta", "NaN"],
+)
+def test_bad_parameters(parameter, kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        nero.Nero([("good", nn.Parameter(torch.randn(3, 2))), ("odd", nn.Parameter(parameter()))])
+
+
+def test_flat_parameters_of_fsdp1():
+    flat = nn.Parameter(torch.randn(10))
+    flat._is_flat_param = True
+    with pytest.raises(TypeError, match="FSDP1.*fully_shard"):
+        nero.Nero([("module._flat_param", flat)])
+
+
+def test_uninitialised_parameters():
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match="'weight' has no shape yet.*run a batch"):
+        nero.Nero(lazy)
+    with pytest.raises(ValueError, match="has no shape yet"):
+        nero.Nero(lazy.parameters())
+
+
+@pytest.mark.parametrize("params", [[], iter([]), nn.ReLU()], ids=["list", "iterator", "module"])
+def test_nothing_to_train(params):
+    with pytest.raises(ValueError, match="empty"):
+        nero.Nero(params)
+
+
+@pytest.mark.parametrize(
+    "params", [torch.randn(3), [{"params": {torch.randn(3)}}], [3.0], None], ids=["tensor", "set", "float", "None"]
+)
+def test_not_parameters(params):
+    with pytest.raises(TypeError):
+        nero.Nero(params)
+
+
+# -- checkpoints of something else -------------------------------------------------------------
+
+
+def _checkpoint(model: nn.Module, kind: type[torch.optim.Optimizer] = nero.Nero) -> dict:
+    params = model if kind is nero.Nero else model.parameters()
+    optimiser = kind(params, lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    return optimiser.state_dict()
+
+
+def _without_option(saved: dict) -> dict:
+    saved["param_groups"][1].pop("beta")
+    return saved
+
+
+def _with_bad_option(saved: dict) -> dict:
+    saved["param_groups"][1]["beta"] = 7.0
+    return saved
+
+
+def _without_average(saved: dict) -> dict:
+    saved["state"][3].pop("grad_norm")
+    return saved
+
+
+MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (lambda: _checkpoint(nn.Linear(4, 3)), "another model"),
+        (lambda: _checkpoint(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))), r"grad_norm of 1\.weight is shaped"),
+        (lambda: _checkpoint(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))), r"'2\.weight'.*'1\.weight'"),
+        (lambda: _checkpoint(MODEL(), torch.optim.Adam), "another model, or the groups"),
+        (lambda: _without_option(_checkpoint(MODEL())), r"lacks the options \['beta'\]"),
+        (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
+        (lambda: _without_average(_checkpoint(MODEL())), "grad_norm.*another optimiser"),
+        (lambda: {"model": 1}, "not an optimiser's state_dict"),
+    ],
+    ids=["fewer layers", "other shape", "other names", "Adam's", "option missing", "bad option", "state missing", "no"],
+)
+def test_a_checkpoint_that_does_not_fit(saved, message: str):
+    model = MODEL()
+    optimiser = nero.Nero(model)
+    before = copy.deepcopy(optimiser.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimiser.load_state_dict(saved())
+    after = optimiser.state_dict()
+    assert after["param_groups"] == before["param_groups"], "nothing half-loaded"
+    for key, entry in after["state"].items():
+        assert all(torch.equal(entry[name], before["state"][key][name]) for name in entry)
+
+
+def test_adams_state_in_neros_groups():
+    """The same group sizes, so that only the state can tell."""
+    model = MODEL()
+    optimiser = nero.Nero(model.parameters())
+    with pytest.raises(ValueError, match="lacks the options"):
+        optimiser.load_state_dict(_checkpoint(MODEL(), torch.optim.Adam))

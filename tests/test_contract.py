@@ -1,0 +1,537 @@
+"""The torch.optim contract: whatever works with torch's optimisers works with Nero."""
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import nero
+from nero.backends import BACKENDS
+
+by_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)
+    ).to(dtype)
+
+
+def fill_grads(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def train(model: nn.Module, optimiser: torch.optim.Optimizer, steps: range) -> None:
+    for seed in steps:
+        fill_grads(model, seed)
+        optimiser.step()
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_same_state(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
+    a, b = one.state_dict()["state"], other.state_dict()["state"]
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].keys() == b[key].keys()
+        for name in a[key]:
+            assert a[key][name].dtype == b[key][name].dtype
+            assert torch.equal(a[key][name], b[key][name])
+
+
+# -- what the constructor takes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        lambda model: model,
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+        lambda model: model.named_parameters(),
+        lambda model: nero.param_groups(model),
+        lambda model: [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[4:].parameters()}],
+        lambda model: [{"params": model[0]}, {"params": model[4:], "lr": 0.5}],
+        lambda model: [{"params": model[0].weight}],
+    ],
+    ids=["module", "generator", "list", "named", "groups", "own groups", "modules in groups", "one tensor"],
+)
+def test_takes_what_torch_takes_and_a_module(params):
+    model = network()
+    optimiser = nero.Nero(params(model))
+    before = copy.deepcopy(model)
+    train(model, optimiser, range(1))
+    assert not torch.equal(model[0].weight, before[0].weight)
+    torch.testing.assert_close(model[0].weight.flatten(1).sum(1), torch.zeros(4), atol=1e-6, rtol=0)
+
+
+def test_module_parameters_and_names_take_the_same_steps_on_plain_layers():
+    results = []
+    for params in (lambda m: m, lambda m: m.parameters(), lambda m: m.named_parameters()):
+        model = network()
+        train(model, nero.Nero(params(model)), range(3))
+        results.append(model)
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+@by_backend
+def test_groups_have_options_of_their_own(backend: str):
+    model = network()
+    optimiser = nero.Nero(
+        [{"params": [model[4].weight], "lr": 0.0}, {"params": [model[6].weight], "fix_norm": False, "lr": 0.1}],
+        backend=backend,
+    )
+    entered = model[4].weight.detach().clone()
+    train(model, optimiser, range(3))
+    assert torch.equal(model[4].weight, entered)
+    assert (model[6].weight.norm(dim=1) - 1).abs().max() > 1e-3
+
+
+@by_backend
+def test_add_param_group_after_a_thousand_steps(backend: str):
+    model, late = nn.Linear(6, 5), nn.Linear(5, 4)
+    optimiser = nero.Nero(model, backend=backend)
+    train(model, optimiser, range(1000))
+    assert not nero.is_balanced(late)
+    optimiser.add_param_group({"params": late.parameters(), "lr": 0.02})
+    assert nero.is_balanced(late), "balanced at once"
+    assert optimiser.state[late.weight]["step"] == 0
+    alone = copy.deepcopy(late)
+    separate = nero.Nero(alone.parameters(), lr=0.02, backend=backend)
+    for seed in range(3):
+        fill_grads(late, seed), fill_grads(alone, seed), fill_grads(model, seed)
+        optimiser.step(), separate.step()
+    assert optimiser.state[late.weight]["step"] == 3
+    assert optimiser.state[model.weight]["step"] == 1003
+    torch.testing.assert_close(late.weight, alone.weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(late.bias, alone.bias, rtol=0, atol=1e-6)
+
+
+def test_add_param_group_takes_modules_and_mends_names():
+    named, unnamed, extra = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
+    optimiser = nero.Nero(named)
+    optimiser.add_param_group({"params": extra, "lr": 0.5})
+    optimiser.add_param_group({"params": unnamed.parameters()})
+    assert [group["lr"] for group in optimiser.param_groups] == [0.01, 0.01, 0.5, 0.5, 0.01]
+    assert all("param_names" in group for group in optimiser.param_groups)
+    plain = nero.Nero(nn.Linear(3, 2).parameters())
+    plain.add_param_group({"params": nn.Linear(3, 2)})
+    assert all("param_names" not in group for group in plain.param_groups)
+
+
+# -- checkpoints, copies ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("saved_by", BACKENDS)
+@pytest.mark.parametrize("loaded_by", BACKENDS)
+def test_checkpoint_resumes_to_the_same_result(dtype: torch.dtype, saved_by: str, loaded_by: str):
+    model = network(dtype)
+    optimiser = nero.Nero(model, lr=0.02, beta=0.9, backend=saved_by)
+    train(model, optimiser, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimiser": optimiser.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+
+    resumed = network(dtype)
+    fresh = nero.Nero(resumed, backend=loaded_by)
+    resumed.load_state_dict(saved["model"])
+    fresh.load_state_dict(saved["optimiser"])
+    assert_same_state(optimiser, fresh)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert all(state["grad_norm"].dtype == wide for state in fresh.state.values())
+    assert {group["backend"] for group in fresh.param_groups} == {loaded_by}
+    assert {group["lr"] for group in fresh.param_groups} == {0.02}
+    train(model, optimiser, range(4, 8))
+    train(resumed, fresh, range(4, 8))
+    if saved_by == loaded_by:
+        assert_same(model, resumed)
+        assert_same_state(optimiser, fresh)
+    else:
+        for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_loading_copies():
+    model = network()
+    optimiser = nero.Nero(model)
+    train(model, optimiser, range(2))
+    other = nero.Nero(network())
+    other.load_state_dict(optimiser.state_dict())
+    before = copy.deepcopy(other.state_dict())
+    train(model, optimiser, range(2, 4))
+    for key, state in other.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, before["state"][key][name])
+
+
+def test_load_state_dict_hooks_run():
+    model = network()
+    optimiser = nero.Nero(model)
+    train(model, optimiser, range(2))
+    seen = []
+    other = nero.Nero(network())
+    other.register_load_state_dict_pre_hook(lambda _, saved: seen.append(sorted(saved)))
+    other.register_load_state_dict_post_hook(lambda each: seen.append(float(next(iter(each.state.values()))["step"])))
+    other.load_state_dict(optimiser.state_dict())
+    assert seen == [["param_groups", "state"], 2.0]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_deepcopy_and_pickle(duplicate):
+    model = network()
+    optimiser = nero.Nero(model, fix_norm="initial")
+    train(model, optimiser, range(3))
+    twin, twin_optimiser = duplicate((model, optimiser))
+    train(model, optimiser, range(3, 6))
+    train(twin, twin_optimiser, range(3, 6))
+    assert_same(model, twin)
+    assert_same_state(optimiser, twin_optimiser)
+
+
+@by_backend
+def test_nothing_outlives_the_optimiser(backend: str):
+    model = network()
+    optimiser = nero.Nero(model, backend=backend)
+    train(model, optimiser, range(2))
+    alive = [weakref.ref(model[4].weight), weakref.ref(optimiser.state[model[4].weight]["grad_norm"])]
+    alive.append(weakref.ref(model[0].weight))
+    del model, optimiser
+    gc.collect()
+    assert [each() is None for each in alive] == [True] * 3
+
+
+# -- step ------------------------------------------------------------------------------------
+
+
+def test_closure():
+    model = network()
+    optimiser = nero.Nero(model)
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = model(torch.ones(4, 2, 4, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    losses = [optimiser.step(closure).item() for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert optimiser.step() is None
+
+
+@by_backend
+def test_maximize_is_the_mirror_image(backend: str):
+    model, mirrored = network(), network()
+    train(model, nero.Nero(model, maximize=True, backend=backend), range(3))
+    optimiser = nero.Nero(mirrored, backend=backend)
+    for seed in range(3):
+        fill_grads(mirrored, seed)
+        for parameter in mirrored.parameters():
+            parameter.grad.neg_()
+        optimiser.step()
+    for a, b in zip(model.parameters(), mirrored.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+def test_hooks():
+    model = network()
+    optimiser = nero.Nero(model)
+    calls = []
+    optimiser.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimiser.register_step_post_hook(lambda *_: calls.append("post"))
+    train(model, optimiser, range(1))
+    assert calls == ["pre", "post"]
+
+
+@by_backend
+def test_frozen_unfrozen_and_without_gradient(backend: str):
+    model = network()
+    model[4].weight.requires_grad_(False)
+    untouched = model[4].weight.detach().clone()
+    optimiser = nero.Nero(model, backend=backend)
+    assert torch.equal(model[4].weight, untouched), "frozen: not even projected"
+    train(model, optimiser, range(2))
+    assert torch.equal(model[4].weight, untouched)
+    assert not optimiser.state.get(model[4].weight)
+
+    model[4].weight.requires_grad_(True)
+    model[4].weight.grad = None
+    optimiser.step()
+    assert torch.equal(model[4].weight, untouched), "no gradient: nothing happens"
+    train(model, optimiser, range(2, 3))
+    assert optimiser.state[model[4].weight]["step"] == 1, "taken in at its first gradient, as at construction"
+    expected = nn.Linear(16, 8)
+    expected.weight.data.copy_(untouched)
+    alone = nero.Nero([expected.weight], backend=backend)
+    expected.weight.grad = model[4].weight.grad.clone()
+    alone.step()
+    torch.testing.assert_close(model[4].weight, expected.weight, rtol=0, atol=1e-6)
+
+
+@by_backend
+def test_a_parameter_swapped_by_a_framework_is_taken_in(backend: str):
+    layer = nn.Linear(6, 4)
+    optimiser = nero.Nero(layer.parameters(), backend=backend)
+    stand_in = nn.Parameter(torch.randn(4, 6) * 3)
+    optimiser.param_groups[0]["params"][0] = stand_in
+    stand_in.grad = torch.randn(4, 6)
+    optimiser.step()
+    torch.testing.assert_close(stand_in.norm(dim=1), torch.ones(4))
+    assert optimiser.state[stand_in]["step"] == 1
+
+
+@by_backend
+def test_zero_size_and_scalars(backend: str):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in [(), (0,), (0, 5), (5, 0), (1,), (1, 1), (3, 4)]]
+    optimiser = nero.Nero(parameters, backend=backend)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimiser.step()
+    assert all(parameter.isfinite().all() for parameter in parameters)
+    assert parameters[0] != 1
+    roundtrip = nero.Nero(parameters, backend=backend)
+    roundtrip.load_state_dict(optimiser.state_dict())
+    assert_same_state(optimiser, roundtrip)
+
+
+@by_backend
+def test_a_gradient_of_another_layout_or_dtype(backend: str):
+    """channels_last weights with contiguous gradients, and expanded gradients, as backward makes them."""
+    results = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=layout))
+        optimiser = nero.Nero([weight], backend=backend)
+        for _ in range(3):
+            weight.grad = torch.randn(4, 3, 3, 3)
+            optimiser.step()
+        weight.grad = torch.randn(4, 1, 1, 1).expand(4, 3, 3, 3) * torch.linspace(1, 2, 3)
+        optimiser.step()
+        results.append(weight.detach())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+
+
+def test_weights_edited_between_steps_are_seen():
+    """The short path trusts what it balanced itself, and notices what others did."""
+    results = []
+    for backend in BACKENDS:
+        torch.manual_seed(0)
+        layer = nn.Linear(20, 6).double()
+        optimiser = nero.Nero(layer, backend=backend)
+        for step in range(8):
+            fill_grads(layer, step)
+            with torch.no_grad():
+                if step == 2:
+                    layer.weight.mul_(5)
+                if step == 4:
+                    layer.weight[1] = 0.3
+                if step == 5:
+                    layer.weight.data = torch.randn(6, 20, generator=torch.Generator().manual_seed(9)).double()
+                if step == 6:
+                    layer.weight.grad[1] = 0
+                    layer.weight[1] = 0
+            optimiser.step()
+        results.append(layer.weight.detach())
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+# -- learning rates --------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, step_size_up=2, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10, cycle_momentum=False),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, 0.05),
+}
+
+
+def test_the_table_of_schedulers_is_whole():
+    known = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    } - {"LRScheduler"}
+    assert known <= set(SCHEDULERS)
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
+def test_schedulers_set_the_angle(make, tensor: bool):
+    """Each step turns a neuron by the scheduled rate, measured on the weights."""
+    weight = nn.Parameter(torch.randn(3, 50, dtype=torch.float64))
+    lr = torch.tensor(0.01, dtype=torch.float64) if tensor else 0.01
+    optimiser = nero.Nero([weight], lr=lr, beta=0.0)
+    scheduler = make(optimiser)
+    for step in range(7):
+        before = weight.detach().clone()
+        grad = torch.randn(3, 50, dtype=torch.float64)
+        grad -= grad.mean(1, keepdim=True)
+        grad -= (grad * before).sum(1, keepdim=True) * before
+        weight.grad = grad
+        rate = float(optimiser.param_groups[0]["lr"])
+        optimiser.step()
+        turned = (before * weight.detach()).sum(1).clamp(-1, 1).acos()
+        torch.testing.assert_close(turned, torch.full((3,), math.atan(rate), dtype=torch.float64), rtol=1e-4, atol=1e-7)
+        scheduler.step(*([1.0 + step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+
+
+@by_backend
+def test_tensor_lr_is_the_float_lr(backend: str):
+    one, other = network(), network()
+    train(one, nero.Nero(one, lr=0.03, backend=backend), range(3))
+    train(other, nero.Nero(other, lr=torch.tensor([0.03], dtype=torch.float64), backend=backend), range(3))
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+# -- the ecosystem ---------------------------------------------------------------------------
+
+
+def test_grad_scaler():
+    model, plain = network(), network()
+    optimiser, reference = nero.Nero(model), nero.Nero(plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    batch = torch.randn(4, 2, 4, 4)
+    for step in range(4):
+        optimiser.zero_grad(), reference.zero_grad()
+        loss, reference_loss = model(batch).square().mean(), plain(batch).square().mean()
+        if step == 2:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        if step != 2:  # the scaler leaves such a step out
+            reference_loss.backward()
+            reference.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert not optimiser.skipped
+
+
+def test_clipping_changes_nothing_and_accumulation_adds_up():
+    torch.manual_seed(1)
+    batches = torch.randn(6, 4, 2, 4, 4)
+    results = []
+    for how in ("plain", "clipped", "accumulated"):
+        model = network().eval().double()
+        optimiser = nero.Nero(model)
+        for one, two in batches.double().view(3, 2, 4, 2, 4, 4):
+            optimiser.zero_grad()
+            if how == "accumulated":
+                model(one).square().sum().backward()
+                model(two).square().sum().backward()
+            else:
+                model(torch.cat([one, two])).square().sum().backward()
+            if how == "clipped":  # the same factor for all, at every step: nothing that Nero could see
+                total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                nn.utils.clip_grad_norm_(model.parameters(), float(total) * 1e-3)
+            optimiser.step()
+        results.append(model)
+    for a, b, c in zip(*(model.parameters() for model in results), strict=True):
+        torch.testing.assert_close(a, c, rtol=0, atol=1e-10)
+        assert b.isfinite().all()
+
+
+@by_backend
+@pytest.mark.parametrize("role", ["neuron", "gain"])
+def test_sparse_gradients_are_the_dense_step(backend: str, role: str):
+    torch.manual_seed(0)
+    dense, sparse = nn.Embedding(10, 6, padding_idx=3), nn.Embedding(10, 6, padding_idx=3, sparse=True)
+    sparse.load_state_dict(dense.state_dict())
+    optimisers = [nero.Nero([{"params": each.parameters(), "role": role}], backend=backend) for each in (dense, sparse)]
+    for tokens in ([1, 2, 2, 3], [2, 5, 7], [1, 3], [9, 9, 9, 0]):
+        before = sparse.weight.detach().clone()
+        for table, optimiser in zip((dense, sparse), optimisers, strict=True):
+            optimiser.zero_grad()
+            (table(torch.tensor(tokens)) * torch.arange(6)).square().sum().backward()
+            optimiser.step()
+        rest = [row for row in range(10) if row not in tokens or row == 3]
+        assert torch.equal(sparse.weight[rest], before[rest]), "rows without gradient are not touched"
+    torch.testing.assert_close(sparse.weight, dense.weight, rtol=0, atol=1e-6)
+    for name in ("step", "grad_norm", "skipped"):
+        a, b = (o.state[t.weight][name] for o, t in zip(optimisers, (dense, sparse), strict=True))
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+def test_sparse_gradients_across_neurons_are_made_dense():
+    results = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 6, sparse=sparse)
+        optimiser = nero.Nero([{"params": table.parameters(), "role": "neuron", "fan_in_axes": (0,)}])
+        table(torch.tensor([1, 4])).square().sum().backward()
+        optimiser.step()
+        results.append(table.weight.detach())
+    torch.testing.assert_close(*results, rtol=0, atol=1e-6)
+
+
+def test_sparse_gradient_that_is_not_finite():
+    table = nn.Embedding(10, 6, sparse=True)
+    optimiser = nero.Nero(table)
+    before = table.weight.detach().clone()
+    values = torch.ones(2, 6)
+    values[0, 0] = math.nan
+    values[1] = torch.arange(6)
+    table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[2, 5]]), values, (10, 6), check_invariants=True)
+    optimiser.step()
+    assert optimiser.skipped == {"weight": 1}
+    assert torch.equal(table.weight[2], before[2])
+    assert not torch.equal(table.weight[5], before[5])
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+def test_compiled_step_is_one_graph_and_does_not_recompile_for_lr():
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, plain = network(), network()
+    optimiser = nero.Nero(model, lr=torch.tensor(0.01))
+    reference = nero.Nero(plain, lr=0.01)
+    counter = CompileCounter()
+    step = torch.compile(lambda: optimiser.step(), backend=counter, fullgraph=True)
+    for seed in range(5):
+        fill_grads(model, seed), fill_grads(plain, seed)
+        step()
+        reference.step()
+        for group, other in zip(optimiser.param_groups, reference.param_groups, strict=True):
+            other["lr"] *= 0.5
+            group["lr"].fill_(other["lr"])  # as a scheduler does
+    assert counter.frame_count == 1
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_repr_shows_the_options():
+    assert "fan_in_axes: (1,)" in repr(nero.Nero(nn.Linear(2, 3)))

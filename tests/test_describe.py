@@ -1,0 +1,291 @@
+"""The table a person reads before training: its numbers are true, and it reads well."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import nero
+from nero.describe import _bytes, _percent
+
+
+def bytes_of(state):
+    return sum(value.numel() * value.element_size() for entry in state.values() for value in entry.values())
+
+
+def zeros(*shape, **options):
+    return nn.Parameter(torch.zeros(shape, **options))
+
+
+def with_weight(layer, weight):
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def frozen(model, *names):
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def tied():
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
+    model[1].weight = model[0].weight
+    return model
+
+
+MODELS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "perceptron": lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.PReLU(), nn.Linear(16, 1)),
+    "convolutions": lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 6, 3, groups=2)),
+    "depthwise": lambda: nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.ConvTranspose2d(4, 4, 3, groups=4)),
+    "attention": lambda: nn.TransformerDecoderLayer(8, 2, 12),
+    "recurrent": lambda: nn.LSTM(3, 8, proj_size=2, bidirectional=True),
+    "tied": tied,
+    "frozen": lambda: frozen(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), "0.weight", "0.bias"),
+    "all frozen": lambda: nn.Linear(4, 3).requires_grad_(False),
+    "float64": lambda: nn.Linear(4, 3, dtype=torch.float64),
+    "bfloat16": lambda: nn.Linear(4, 3, dtype=torch.bfloat16),
+    "tables": lambda: nn.ParameterList([zeros(1, 7, 4), zeros(4, 1, 1), zeros(()), zeros(1, 1, 4)]),
+    "empty": lambda: nn.ParameterList([zeros(0, 3), zeros(3, 0), zeros(0)]),
+    "nothing": lambda: nn.ReLU(),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_the_bytes_are_those_of_the_optimisers(make):
+    torch.manual_seed(0)
+    model = make()
+    description = nero.describe(model)
+    assert len(description.rows) == len(list(model.parameters()))
+    assert description.parameters == sum(each.numel() for each in model.parameters())
+    if not description.rows:
+        assert description.state_bytes == description.adam_bytes == 0
+        return
+
+    ours, adam = nero.Nero(model), torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    assert description.state_bytes == bytes_of(ours.state)
+    ours.step()
+    adam.step()
+    assert description.state_bytes == bytes_of(ours.state)
+    assert description.adam_bytes == bytes_of(adam.state)
+
+    for (name, parameter), row in zip(model.named_parameters(), description.rows, strict=True):
+        assert (row.name, row.shape) == (name, tuple(parameter.shape))
+        assert row.state_bytes == bytes_of({0: ours.state.get(parameter, {})})
+        assert row.adam_bytes == bytes_of({0: adam.state.get(parameter, {})})
+        if row.role.kind == "neuron":
+            assert row.neurons * row.fan_in == parameter.numel()
+            assert not row.state_bytes or row.neurons == ours.state[parameter]["grad_norm"].numel()
+        else:
+            assert (row.neurons, row.fan_in) == (0, 1)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_describing_is_for_free_and_has_no_effect(make):
+    model = make()
+    before = [each.clone() for each in model.parameters()]
+    nero.describe(model)
+    assert all(torch.equal(each, old) for each, old in zip(model.parameters(), before, strict=True))
+    assert all(each.grad is None for each in model.parameters())
+
+
+def test_it_says_the_same_on_the_meta_device():
+    def lines(device):
+        return str(nero.describe(nn.TransformerEncoderLayer(8, 2, 12, device=device))).splitlines()
+
+    with torch.device("meta"):
+        assert lines(None) == lines("cpu")
+    huge = nero.describe(nn.Linear(10**6, 10**6, device="meta"))
+    assert huge.parameters == 10**12 + 10**6
+    assert "8 TB for Adam, 0.0001 % of it" in str(huge)
+
+
+def test_it_counts_the_neurons_that_are_trained():
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 5))
+    assert nero.describe(model).neurons == 8
+    frozen_description = nero.describe(frozen(model, "0.weight"))
+    assert frozen_description.neurons == 5
+    assert frozen_description.rows[0].neurons == 3  # it still has them
+    assert "; 5 neurons" in str(frozen_description)
+
+
+# --- what is not balanced, and why ---------------------------------------------------------------
+
+RANDOM = torch.arange(12.0).reshape(3, 4).square()
+ONE_ZERO = RANDOM * torch.tensor([[1.0], [0.0], [1.0]])
+ONE_CONSTANT = torch.where(torch.tensor([[True], [False], [True]]), RANDOM, 0.1)
+ONE_NAN = torch.where(torch.tensor([[True], [False], [True]]), RANDOM, math.nan)
+
+REASONS = {
+    "balanceable": (lambda: with_weight(nn.Linear(4, 3), RANDOM), ""),
+    "zero": (
+        lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM),
+        "3 of 3 neurons at the origin, until their first gradient",
+    ),
+    "zero row": (
+        lambda: with_weight(nn.Linear(4, 3), ONE_ZERO),
+        "1 of 3 neurons at the origin, until their first gradient",
+    ),
+    "padding": (lambda: nn.Embedding(5, 4, padding_idx=2), "1 of 5 neurons at the origin, until their first gradient"),
+    "constant row": (
+        lambda: with_weight(nn.Linear(4, 3), ONE_CONSTANT),
+        "1 of 3 neurons constant, until their first gradient",
+    ),
+    "zero and constant rows": (
+        lambda: with_weight(nn.Linear(4, 6), torch.cat([ONE_ZERO, ONE_CONSTANT])),
+        "2 of 6 neurons at the origin or constant, until their first gradient",
+    ),
+    "not a number": (
+        lambda: with_weight(nn.Linear(4, 3), ONE_NAN),
+        "1 of 3 neurons not finite: initialise them first",
+    ),
+    "zero column": (
+        lambda: with_weight(nn.ConvTranspose1d(3, 4, 1), (RANDOM * (torch.arange(4) > 0))[..., None]),
+        "1 of 4 neurons at the origin, until their first gradient",
+    ),
+    "zero group": (
+        lambda: with_weight(
+            nn.ConvTranspose1d(4, 2, 2, groups=2), torch.randn(4, 1, 2) * (torch.arange(4) > 1)[:, None, None]
+        ),
+        "1 of 2 neurons at the origin, until their first gradient",
+    ),
+    "fan-in 1": (lambda: nn.Linear(1, 3), "gain: its fan-in is 1"),
+    "fan-in 2": (lambda: nn.Linear(2, 3), "norm only: its fan-in is 2"),
+    "gain": (lambda: nn.LayerNorm(3), "gain: it has no fan-in"),
+    "bias": (lambda: nn.PReLU(3), "bias: it has no fan-in"),
+    "frozen": (lambda: nn.Linear(4, 3).requires_grad_(False), "frozen"),
+    "frozen zeros": (lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM).requires_grad_(False), "frozen"),
+    "bfloat16 constant": (
+        lambda: with_weight(nn.Linear(4, 3), ONE_CONSTANT).to(torch.bfloat16),
+        "1 of 3 neurons constant, until their first gradient",
+    ),
+    "meta zeros": (lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM).to("meta"), ""),
+    "complex": (
+        lambda: nn.Linear(4, 3, dtype=torch.complex64),
+        "complex: hold it as a real parameter of twice the size (torch.view_as_real)",
+    ),
+    "no entries": (lambda: nn.ParameterDict({"weight": zeros(3, 0)}), ""),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), REASONS.values(), ids=REASONS)
+def test_the_reason_why_a_parameter_is_not_balanced(make, reason):
+    description = nero.describe(make())
+    row = next(row for row in description.rows if row.name == "weight")
+    assert row.unbalanced == reason
+    section = str(description).partition("not balanced:\n")[2].splitlines()
+    lines = [line for line in section if "weight" in line.split()]
+    assert [line.strip().startswith(reason) for line in lines] == ([True] if reason else [])
+
+
+@pytest.mark.parametrize("name", [name for name in REASONS if name not in ("not a number", "complex", "meta zeros")])
+def test_what_has_no_reason_is_balanced_and_what_has_one_is_not(name):
+    make, reason = REASONS[name]
+    model = make()
+    nero.Nero(model)
+    weight, role = model.get_parameter("weight"), nero.roles_of(model)["weight"]
+    if role.kind != "neuron" or not weight.numel():
+        return
+    wide = role.view(weight.detach()).float()
+    balanced = (wide.square().sum(role.axes) - 1).abs() < 1e-2
+    balanced &= (wide.mean(role.axes).abs() < 1e-2) | reason.startswith("norm only")
+    stuck = 0 if reason.startswith("norm only") else int(reason.split(" of ")[0]) if " of " in reason else 0
+    assert int((~balanced).sum()) == (balanced.numel() if reason == "frozen" else stuck)
+
+
+def test_the_reasons_gather_names_and_cut_long_lists():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)], nn.Linear(4, 2), nn.Linear(2, 3), nn.LayerNorm(3))
+    section = str(nero.describe(frozen(model, "0.weight"))).partition("not balanced:\n")[2]
+    assert section.splitlines() == [
+        "  frozen                      0.weight",
+        "  bias: it has no fan-in      0.bias, 1.bias, 2.bias and 5 more",
+        "  norm only: its fan-in is 2  6.weight",
+        "  gain: it has no fan-in      7.weight",
+    ]
+    assert "not balanced" not in str(nero.describe(nn.Linear(4, 3, bias=False)))
+
+
+# --- the text ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_the_text_is_a_table_in_columns(make):
+    description = nero.describe(make())
+    lines = str(description).splitlines()
+    header, rule, *rows = lines[: 2 + len(description.rows)]
+    assert lines[len(rows) + 2] == ""
+    assert header.split("  ")[0].strip() == "name"
+    starts = [0, *(place + 2 for place, text in enumerate(rule) if rule[place : place + 2] == "  ")]
+    assert len(starts) == 6
+    for line in (header, *rows):
+        assert line == line.rstrip()
+        cells = [line[start:end].rstrip() for start, end in itertools.zip_longest(starts, starts[1:])]
+        assert all(cell and cell == cell.strip() for cell in cells)
+        for start in starts[1:]:  # every column begins after two spaces, with a letter or a number
+            assert line[start - 2 : start] == "  "
+            assert line[start] != " "
+    for row, line in zip(description.rows, rows, strict=True):
+        assert line.startswith(row.name)
+        assert line.endswith(row.role.why)
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_the_repr_is_the_text(make):
+    description = nero.describe(make())
+    assert repr(description) == str(description) == f"{description}"
+
+
+def test_the_text_in_full():
+    model = nn.Sequential(nn.Linear(1200, 1024, bias=False), nn.LayerNorm(1024), nn.Linear(1024, 2))
+    assert str(nero.describe(frozen(model, "2.bias"))).splitlines() == [
+        "name      shape        role    neurons x fan-in  state / Adam's     why",
+        "--------  -----------  ------  ----------------  -----------------  ----------------",
+        "0.weight  1024 x 1200  neuron  1,024 x 1,200     4.11 kB / 9.83 MB  Linear.weight",
+        "1.weight  1024         gain    -                 4.11 kB / 8.2 kB   LayerNorm.weight",
+        "1.bias    1024         bias    -                 4.11 kB / 8.2 kB   LayerNorm.bias",
+        "2.weight  2 x 1024     neuron  2 x 1,024         20 B / 16.4 kB     Linear.weight",
+        "2.bias    2            bias    -                 -                  Linear.bias",
+        "",
+        "1,232,898 parameters in 5 tensors; 1,026 neurons",
+        "state: 12.4 kB for Nero, 9.86 MB for Adam, 0.13 % of it",
+        "not balanced:",
+        "  gain: it has no fan-in  1.weight",
+        "  bias: it has no fan-in  1.bias",
+        "  frozen                  2.bias",
+    ]
+
+
+def test_overrides_show_in_the_table():
+    description = nero.describe(nn.Linear(4, 3), {"weight": (0,)})
+    assert (description.rows[0].neurons, description.rows[0].fan_in, description.rows[0].role.why) == (4, 3, "given")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1234, "1.23 kB"),
+        (999_499, "999 kB"),
+        (999_999, "1 MB"),
+        (10**6, "1 MB"),
+        (123_456_789, "123 MB"),
+        (999_999_999, "1 GB"),
+        (2 * 10**12, "2 TB"),
+    ],
+)
+def test_sizes_in_words(count, text):
+    assert _bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.00171, "0.17 %"), (0.0999, "10 %"), (0.5, "50 %"), (0.996, "100 %"), (5, "500 %")]
+)
+def test_shares_in_words(share, text):
+    assert _percent(share) == text

@@ -248,18 +248,15 @@ def test_zero_lr_and_zero_gradients_change_no_bit():
 )
 @pytest.mark.parametrize("where", ["constructor", "group", "added"])
 def test_bad_options(options: dict, message: str, where: str):
-    layer = nn.Linear(3, 2)
+    layer, optimiser = nn.Linear(3, 2), nero.Nero(nn.Linear(3, 2))
+    calls = {
+        "constructor": lambda: nero.Nero(layer, **options),
+        "group": lambda: nero.Nero([{"params": layer.parameters(), **options}]),
+        "added": lambda: optimiser.add_param_group({"params": layer.parameters(), **options}),
+    }
     with pytest.raises(ValueError, match=message):
-        if where == "constructor":
-            nero.Nero(layer, **options)
-        elif where == "group":
-            nero.Nero([{"params": layer.parameters(), **options}])
-        else:
-            optimiser = nero.Nero(nn.Linear(3, 2))
-            try:
-                optimiser.add_param_group({"params": layer.parameters(), **options})
-            finally:
-                assert len(optimiser.param_groups) == 2, "nothing half-added"
+        calls[where]()
+    assert len(optimiser.param_groups) == 2, "nothing half-added"
 
 
 @pytest.mark.parametrize(
@@ -308,13 +305,13 @@ def test_bad_parameters(parameter, kind: type[Exception], message: str):
 def test_flat_parameters_of_fsdp1():
     flat = nn.Parameter(torch.randn(10))
     flat._is_flat_param = True
-    with pytest.raises(TypeError, match="FSDP1.*fully_shard"):
+    with pytest.raises(TypeError, match=r"FSDP1.*fully_shard"):
         nero.Nero([("module._flat_param", flat)])
 
 
 def test_uninitialised_parameters():
     lazy = nn.LazyLinear(3)
-    with pytest.raises(ValueError, match="'weight' has no shape yet.*run a batch"):
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet.*run a batch"):
         nero.Nero(lazy)
     with pytest.raises(ValueError, match="has no shape yet"):
         nero.Nero(lazy.parameters())

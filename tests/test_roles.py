@@ -707,7 +707,7 @@ def test_what_is_called_a_norm_owns_gains_and_biases(class_name):
     assert roles == {"weight": GAIN, "gamma": GAIN, "bias": BIAS, "beta": BIAS, "shift": BIAS}
 
 
-@pytest.mark.parametrize("class_name", ["NormedLinear", "PreNormBlock", "Enormous", "Conv1D"])
+@pytest.mark.parametrize("class_name", ["NormedLinear", "PreNormBlock", "LinearWeightNorm", "SpectralNorm", "Conv1D"])
 def test_what_only_sounds_like_a_known_layer_is_unknown(class_name):
     role = roles_of(norm_named(class_name))["weight"]
     assert role == neuron(1, 2, 3)

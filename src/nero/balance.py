@@ -60,15 +60,15 @@ def project(
     if not (fix_mean or fix_norm):
         return Projected(tensor, possible)
     unit = tensor / torch.where(possible, peak, 1.0)
-    size = unit.square().sum(axes, keepdim=True).sqrt()
+    square = unit.square().sum(axes, keepdim=True)
     if fix_mean:
         unit = unit - unit.mean(axes, keepdim=True)
-        spread = unit.square().sum(axes, keepdim=True).sqrt()
+        left = unit.square().sum(axes, keepdim=True)
         # what rounding leaves of a constant neuron is no direction
-        possible = possible & (spread > 16 * torch.finfo(tensor.dtype).eps * size)
-        size = spread
+        possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)
+        square = left
     if fix_norm:
-        unit = unit / torch.where(possible, size, 1.0) * radius
+        unit = unit / torch.where(possible, square, 1.0).sqrt() * radius
     else:
         possible = possible & (peak < torch.finfo(tensor.dtype).max / 2)
         unit = unit * peak

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from nero import backends
-from nero.backends import BACKENDS, Backend, Job, Settings
+from nero.backends import Backend, Job, Settings
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
+from nero.checks import check_options, check_parameter
 from nero.roles import Role, param_groups, role_from_shape
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -95,7 +96,7 @@ class Nero(torch.optim.Optimizer):
             "fan_in_axes": None,
             "fan_in_groups": 1,
         }
-        _check_options(defaults)
+        check_options(defaults)
         self._roles: dict[Tensor, Role] = {}
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
 
@@ -116,11 +117,8 @@ class Nero(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_options(group)
-            roles = [
-                _checked_role(group, parameter, self._name_of(group, index))
-                for index, parameter in enumerate(group["params"])
-            ]
+            check_options(group)
+            roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -218,6 +216,15 @@ class Nero(torch.optim.Optimizer):
             jobs.append(Job(role.view(parameter), grad, state, role.axes, pull if role.kind == "gain" else 0.0))
         return jobs
 
+    def _checked_role(self, group: dict[str, Any], index: int) -> Role:
+        """A parameter's role, if Nero can train it in that."""
+        name, parameter = self._name_of(group, index), group["params"][index]
+        check_parameter(name, parameter)
+        try:
+            return _role(group, parameter)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
     @torch.no_grad()
     def _take_in(self, parameter: Tensor, role: Role, group: dict[str, Any]) -> dict[str, Tensor]:
         """Balance a parameter that enters and give it its state."""
@@ -291,7 +298,7 @@ class Nero(torch.optim.Optimizer):
                     f"group {number} of the checkpoint lacks the options {sorted(missing)}: it was not written by "
                     "nero.Nero, or by another version of it; add them to its param_groups"
                 )
-            _check_options(saved)
+            check_options(saved)
             for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
                 name = self._name_of(own, index)
                 saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
@@ -327,27 +334,6 @@ def _state_shape(parameter: Tensor, role: Role) -> list[int]:
     return [1 if axis in role.axes else size for axis, size in enumerate(shape)]
 
 
-def _checked_role(group: dict[str, Any], parameter: Tensor, name: str) -> Role:
-    """The parameter's role, if it is one that Nero can train."""
-    if torch.nn.parameter.is_lazy(parameter):
-        raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
-    if parameter.is_complex():
-        raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
-    if getattr(parameter, "_is_flat_param", False):
-        raise TypeError(
-            f"{name} is a flat parameter of FSDP1, which cuts through neurons: shard with "
-            "torch.distributed.fsdp.fully_shard (FSDP2) instead"
-        )
-    if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
-        raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
-    try:
-        return _role(group, parameter)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
 def _checked_entry(name: str, parameter: Tensor, role: Role, entry: Mapping[str, Any]) -> dict[str, Tensor]:
     """One parameter's saved state, on its device and in the statistics' dtype."""
     wanted = _STATE["neuron" if role.kind == "neuron" else "other"]
@@ -369,32 +355,3 @@ def _checked_entry(name: str, parameter: Tensor, role: Role, entry: Mapping[str,
         .to(device=parameter.device, dtype=own_dtype.get(key, statistics_dtype(parameter.dtype)), copy=True)
         for key, value in entry.items()
     }
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    lr = options["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
-        lr = lr.item()
-    _number("lr", lr, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
-    _number("beta", options["beta"], "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
-    _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
-    if options["scale"] is not None:
-        _number("scale", options["scale"], "finite and positive, or None", lambda x: 0 < x < math.inf)
-    _one_of("fix_mean", options["fix_mean"], [True, False])
-    _one_of("fix_norm", options["fix_norm"], [True, False, "initial"])
-    _one_of("maximize", options["maximize"], [True, False])
-    _one_of("on_nonfinite", options["on_nonfinite"], ["skip", "raise"])
-    _one_of("backend", options["backend"], ["auto", *BACKENDS])
-    _one_of("role", options["role"], [None, "neuron", "gain", "bias"])
-
-
-def _number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not good(value):
-        raise ValueError(f"{name} must be {what}, but it is {value!r}")
-
-
-def _one_of(name: str, value: object, choices: list[object]) -> None:
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise ValueError(f"{name} must be one of {choices}, but it is {value!r}")

@@ -1,0 +1,78 @@
+"""The parameter shapes of known networks, without their weights: what an optimiser's step sees of them."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Shapes(NamedTuple):
+    """Shapes by the axes along which a neuron's fan-in runs; ``None`` for the shape rule."""
+
+    name: str
+    by_axes: dict[tuple[int, ...] | None, list[tuple[int, ...]]]
+
+    def parameters(self, device: torch.device, seed: int = 0) -> dict[tuple[int, ...] | None, list[nn.Parameter]]:
+        """Random parameters of these shapes, with random gradients."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def random(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        made = {axes: [nn.Parameter(random(shape)) for shape in shapes] for axes, shapes in self.by_axes.items()}
+        for parameters in made.values():
+            for parameter in parameters:
+                parameter.grad = random(tuple(parameter.shape))
+        return made
+
+    @property
+    def total(self) -> int:
+        """How many numbers there are."""
+        return sum(torch.Size(shape).numel() for shapes in self.by_axes.values() for shape in shapes)
+
+
+def groups(parameters: dict[tuple[int, ...] | None, list[nn.Parameter]]) -> list[dict[str, Any]]:
+    """Nero's groups of them."""
+    return [{"params": each, "fan_in_axes": axes} for axes, each in parameters.items()]
+
+
+def deep_mlp(depth: int = 100, width: int = 784, classes: int = 10) -> Shapes:
+    """The 100-layer perceptron of Section 5.3."""
+    hidden: list[tuple[int, ...]] = [(width, width), (width,)]
+    return Shapes("100-layer MLP", {None: hidden * (depth - 1) + [(classes, width), (classes,)]})
+
+
+def resnet50() -> Shapes:
+    """ResNet-50, with batch norm's gains and biases."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(out: int, channels: int, kernel: int) -> None:
+        shapes.extend([(out, channels, kernel, kernel), (out,), (out,)])
+
+    convolution(64, 3, 7)
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(width, channels, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:
+                convolution(4 * width, channels, 1)
+            channels = 4 * width
+    return Shapes("ResNet-50", {None: [*shapes, (1000, 2048), (1000,)]})
+
+
+def gpt2(transposed: bool = False, layers: int = 12, width: int = 768) -> Shapes:
+    """GPT-2 small: with nn.Linear's weights, or with those of Hugging Face's Conv1D, which are transposed."""
+    rows: list[tuple[int, ...]] = [(50257, width), (1024, width), (width,), (width,)]
+    matrices: list[tuple[int, ...]] = []
+    for _ in range(layers):
+        rows += [(width,), (width,)] * 2 + [(3 * width,), (width,), (4 * width,), (width,)]
+        for out, fan_in in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
+            matrices.append((fan_in, out) if transposed else (out, fan_in))
+    if transposed:
+        return Shapes("GPT-2 small, transposed", {None: rows, (0,): matrices})
+    return Shapes("GPT-2 small", {None: rows + matrices})
+
+
+ALL = [deep_mlp(), resnet50(), gpt2(), gpt2(transposed=True)]

@@ -1,0 +1,58 @@
+"""What bad input gets: an error that says which option or parameter, and what to do."""
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from nero.backends import BACKENDS
+
+
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Raise if a parameter is none that Nero can train."""
+    if is_lazy(parameter):
+        raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
+    if parameter.is_complex():
+        raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
+    if getattr(parameter, "_is_flat_param", False):
+        raise TypeError(
+            f"{name} is a flat parameter of FSDP1, which cuts through neurons: shard with "
+            "torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
+    if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
+        raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise if an option of a group makes no sense."""
+    lr = options["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
+        lr = lr.item()
+    _number("lr", lr, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
+    _number("beta", options["beta"], "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
+    _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
+    if options["scale"] is not None:
+        _number("scale", options["scale"], "finite and positive, or None", lambda x: 0 < x < math.inf)
+    _one_of("fix_mean", options["fix_mean"], [True, False])
+    _one_of("fix_norm", options["fix_norm"], [True, False, "initial"])
+    _one_of("maximize", options["maximize"], [True, False])
+    _one_of("on_nonfinite", options["on_nonfinite"], ["skip", "raise"])
+    _one_of("backend", options["backend"], ["auto", *BACKENDS])
+    _one_of("role", options["role"], [None, "neuron", "gain", "bias"])
+
+
+def _number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not good(float(value)):
+        raise ValueError(f"{name} must be {what}, but it is {value!r}")
+
+
+def _one_of(name: str, value: object, choices: list[object]) -> None:
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"{name} must be one of {choices}, but it is {value!r}")

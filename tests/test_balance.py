@@ -1,0 +1,246 @@
+"""The constraint set, for models, for other optimisers, and as a reparameterisation."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nero
+from nero.balance import project
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Flatten(), nn.Linear(96, 5)
+    )
+
+
+def deviations(weight: Tensor) -> tuple[float, float]:
+    """How far rows are from zero mean and from unit norm, computed apart from the library."""
+    rows = weight.detach().double().flatten(1)
+    return float(rows.mean(1).abs().max()), float((rows.square().sum(1).sqrt() - 1).abs().max())
+
+
+def test_balance_and_is_balanced():
+    model = network()
+    untouched = copy.deepcopy(model.state_dict())
+    assert not nero.is_balanced(model)
+    assert nero.balance_(model) is model
+    assert nero.is_balanced(model)
+    for layer in (model[0], model[4]):
+        mean, norm = deviations(layer.weight)
+        assert mean < 1e-7
+        assert norm < 1e-6
+    grouped = model[2].weight.detach().unflatten(0, (2, 2)).transpose(1, 2).flatten(0, 1)  # output channels first
+    assert max(deviations(grouped)) < 1e-6
+    for name in ("0.bias", "1.weight", "1.bias", "4.bias"):
+        assert torch.equal(model.state_dict()[name], untouched[name])
+
+
+@pytest.mark.parametrize("fix_mean", [True, False])
+@pytest.mark.parametrize("fix_norm", [True, False])
+def test_each_constraint_can_be_switched(fix_mean: bool, fix_norm: bool):
+    layer = nn.Linear(20, 6)
+    before = layer.weight.detach().clone()
+    nero.balance_(layer, fix_mean=fix_mean, fix_norm=fix_norm)
+    mean, norm = deviations(layer.weight)
+    assert (mean < 1e-7) == fix_mean
+    assert (norm < 1e-6) == fix_norm
+    assert nero.is_balanced(layer, fix_mean=fix_mean, fix_norm=fix_norm)
+    assert nero.is_balanced(layer) == (fix_mean and fix_norm)
+    assert torch.equal(layer.weight, before) == (not fix_mean and not fix_norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_is_balanced_knows_the_rounding_of_a_dtype(dtype: torch.dtype):
+    layer = nero.balance_(nn.Linear(300, 7).to(dtype))
+    assert nero.is_balanced(layer)
+    with torch.no_grad():
+        layer.weight[3] *= 1.05
+    assert not nero.is_balanced(layer)
+    assert nero.is_balanced(layer, tolerance=0.1)
+
+
+def test_what_cannot_be_balanced_stays():
+    table = nn.Embedding(4, 3, padding_idx=1)
+    with torch.no_grad():
+        table.weight[2] = 0.7
+    before = table.weight.detach().clone()
+    nero.balance_(table)
+    assert torch.equal(table.weight[[1, 2]], before[[1, 2]])
+    assert nero.is_balanced(table)
+
+
+def test_fan_in_two_is_held_to_the_norm_alone():
+    layer = nero.balance_(nn.Linear(2, 5))
+    mean, norm = deviations(layer.weight)
+    assert norm < 1e-6
+    assert mean > 1e-3
+
+
+def test_frozen_parameters_stay():
+    layer = nn.Linear(4, 3).requires_grad_(False)
+    before = layer.weight.clone()
+    nero.balance_(layer)
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+@pytest.mark.parametrize("fix_mean", [True, False])
+@pytest.mark.parametrize("fix_norm", [True, False])
+def test_balance_after_step(make, fix_mean: bool, fix_norm: bool):
+    model = network()
+    optimiser = make(model.parameters(), lr=0.05)
+    handle = nero.balance_after_step(optimiser, model, fix_mean=fix_mean, fix_norm=fix_norm)
+    for _ in range(3):
+        optimiser.zero_grad()
+        model(torch.randn(8, 2, 4, 4)).square().mean().backward()
+        optimiser.step()
+        assert nero.is_balanced(model, fix_mean=fix_mean, fix_norm=fix_norm)
+    assert nero.is_balanced(model) == (fix_mean and fix_norm)
+    handle.remove()
+    optimiser.step()
+    assert not nero.is_balanced(model)
+
+
+def test_balance_after_step_is_the_step_and_then_the_projection():
+    one, other = network(), network()
+    held, free = (torch.optim.Adam(each.parameters()) for each in (one, other))
+    nero.balance_after_step(held, one)
+    nero.balance_(other)
+    for _ in range(3):
+        batch = torch.randn(8, 2, 4, 4)
+        for model, optimiser in ((one, held), (other, free)):
+            optimiser.zero_grad()
+            model(batch).square().mean().backward()
+            optimiser.step()
+        nero.balance_(other)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_balance_after_step_from_the_first_step_on():
+    """The paper's baselines were not projected at initialisation."""
+    layer = nn.Linear(6, 4)
+    before = layer.weight.detach().clone()
+    nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, at_once=False)
+    assert torch.equal(layer.weight, before)
+
+
+def test_balance_after_step_leaves_alone_what_has_no_gradient():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    nero.balance_after_step(optimiser, model, at_once=False)
+    before = model[0].weight.detach().clone()
+    model[1](torch.randn(5, 3)).sum().backward()
+    optimiser.step()
+    assert torch.equal(model[0].weight, before)
+    assert nero.is_balanced(model[1])
+
+
+def test_balance_after_step_at_the_initial_norm():
+    layer = nn.Linear(6, 4)
+    with torch.no_grad():
+        layer.weight[0] = 0
+    norms = layer.weight.detach().norm(dim=1)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.1)
+    nero.balance_after_step(optimiser, layer, fix_norm="initial")
+    layer(torch.randn(5, 6)).square().sum().backward()
+    optimiser.step()
+    norms[0] = 0.01  # what comes with nothing gets the paper's scale for zero
+    torch.testing.assert_close(layer.weight.norm(dim=1), norms)
+
+
+@pytest.mark.parametrize("optimiser", [torch.optim.SGD, None, "adam"])
+def test_balance_after_step_wants_an_optimiser(optimiser):
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        nero.balance_after_step(optimiser, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
+def test_balance_wants_a_module(call):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, not list"):
+        call([torch.randn(3, 3)])
+
+
+# -- the rival ---------------------------------------------------------------------------------
+
+
+def test_centred_weight_norm_is_the_papers_equation():
+    layer = nn.Linear(9, 4).double()
+    raw = layer.weight.detach().clone()
+    nero.centred_weight_norm(layer)
+    centred = raw - raw.mean(1, keepdim=True)
+    torch.testing.assert_close(layer.weight, centred / centred.norm(dim=1, keepdim=True))
+    assert torch.equal(layer.parametrizations.weight.original, raw)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(5, 3),
+        lambda: nn.Conv2d(2, 3, 2),
+        lambda: nn.ConvTranspose2d(4, 6, 2, groups=2),
+        lambda: nn.Embedding(4, 5),
+    ],
+    ids=["Linear", "Conv2d", "ConvTranspose2d", "Embedding"],
+)
+def test_centred_weight_norm_has_the_right_gradient(make):
+    layer = make().double()
+    nero.centred_weight_norm(layer)
+    parametrization = layer.parametrizations.weight[0]
+    raw = layer.parametrizations.weight.original.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(parametrization, raw)
+    assert torch.autograd.gradcheck(lambda x: parametrization(x * 1e-8), raw, eps=1e-7, atol=1e-4)
+
+
+def test_centred_weight_norm_trains_and_does_not_see_the_raw_scale():
+    outputs = []
+    for sigma in (1.0, 100.0):
+        torch.manual_seed(0)
+        layer = nn.Linear(9, 4, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(4, 9) * sigma)
+        nero.centred_weight_norm(layer)
+        outputs.append(layer(torch.ones(2, 9) + torch.arange(9)))
+        optimiser = torch.optim.Adam(layer.parameters(), lr=0.1)
+        before = layer.weight.detach().clone()
+        layer(torch.randn(3, 9)).square().sum().backward()
+        optimiser.step()
+        turned = torch.nn.functional.cosine_similarity(layer.weight, before).acos().mean()
+        assert (turned > 0.05) == (sigma == 1.0), "Section 5.2: the step is coupled to the scale of the raw weights"
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_centred_weight_norm_of_a_constant_neuron_has_no_nan():
+    layer = nn.Linear(4, 2)
+    nn.init.constant_(layer.weight, 0.3)
+    nero.centred_weight_norm(layer)
+    layer(torch.randn(3, 4)).sum().backward()
+    assert layer.weight.isfinite().all()
+    assert layer.parametrizations.weight.original.grad.isfinite().all()
+
+
+def test_nero_trains_behind_the_rival():
+    layer = nero.centred_weight_norm(nn.Linear(9, 4))
+    assert nero.roles_of(layer)["parametrizations.weight.original"].fan_in_axes == (1,)
+
+
+@pytest.mark.parametrize(("name", "message"), [("wait", "no parameter 'wait'"), ("bias", "is a bias")])
+def test_centred_weight_norm_wants_neurons(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        nero.centred_weight_norm(nn.Linear(3, 2), name)
+
+
+def test_projection_of_grouped_views_is_per_output_channel():
+    weight = torch.randn(4, 3, 2, 2)
+    role = nero.Role("neuron", (0, 2, 3), 2).on(weight.shape)
+    view, axes = role.view(weight), role.axes
+    balanced = project(view, axes).tensor
+    for group in range(2):
+        for channel in range(3):
+            neuron = balanced[group, :, channel]
+            assert abs(float(neuron.sum())) < 1e-5
+            assert float(neuron.norm()) == pytest.approx(1, abs=1e-5)

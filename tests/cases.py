@@ -32,15 +32,15 @@ class Case:
     def role(self) -> Role:
         return Role(self.kind, self.axes, self.groups).on(self.shape)
 
-    def tensor(self, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    def tensor(self, generator: torch.Generator, dtype: torch.dtype, device: str = "cpu") -> Tensor:
         """A random tensor in the case's shape and memory layout."""
-        values = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(dtype)
+        values = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(device, dtype)
         if self.layout == "channels_last":
             return values.to(memory_format=torch.channels_last)
         if self.layout == "transposed":
             return values.transpose(0, -1).contiguous().transpose(0, -1)
         if self.layout == "gaps":
-            wide = torch.zeros(*self.shape[:-1], 2 * self.shape[-1], dtype=dtype)
+            wide = torch.zeros(*self.shape[:-1], 2 * self.shape[-1], dtype=dtype, device=device)
             return wide[..., ::2].copy_(values)
         return values
 
@@ -165,13 +165,13 @@ class Oracle:
         size = torch.linalg.vector_norm(wanted, dim=1, keepdim=True)
         torch.testing.assert_close(found / size, wanted / size, rtol=0, atol=tolerance)
         averages = torch.tensor([math.sqrt(each) for each in self.mean_squares], dtype=torch.float64)
-        torch.testing.assert_close(state["grad_norm"].double().flatten(), averages, rtol=tolerance, atol=0)
+        torch.testing.assert_close(state["grad_norm"].cpu().double().flatten(), averages, rtol=tolerance, atol=0)
         assert state["step"].item() == self.t
         assert state["skipped"].item() == 0
 
 
 def _split(role: Role, tensor: Tensor) -> list[list[float]]:
     """The entries of each neuron, neurons in the order of their running averages."""
-    view = role.view(tensor.detach().double())
+    view = role.view(tensor.detach().cpu().double())
     neurons = [axis for axis in range(view.dim()) if axis not in role.axes]
     return view.permute([*neurons, *role.axes]).reshape(-1, role.fan_in(tensor.shape)).tolist()

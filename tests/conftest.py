@@ -1,9 +1,34 @@
 """Shared settings of the tests."""
 
 import hypothesis
+import pytest
 import torch
 
+from nero.backends import BACKENDS, foreach
+
 # examples are derived from the test alone: a run today is the run of tomorrow
-hypothesis.settings.register_profile("nero", derandomize=True, deadline=None, max_examples=150)
+hypothesis.settings.register_profile(
+    "nero",
+    derandomize=True,
+    deadline=None,
+    max_examples=150,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 hypothesis.settings.load_profile("nero")
 torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked gpu are left out on a machine without one, and not reported as skipped."""
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(params=[*BACKENDS, "foreach, in place"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every backend; foreach also with small tensors turned in place, as it turns large ones on a CPU, and in pieces."""
+    if request.param == "foreach, in place":
+        monkeypatch.setattr(foreach, "SMALL", 0)
+        monkeypatch.setattr(foreach, "PIECE", 20)
+        return "foreach"
+    return str(request.param)

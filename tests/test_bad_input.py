@@ -8,10 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero.backends import BACKENDS
 from nero.balance import project
-
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def angle(one: Tensor, other: Tensor) -> Tensor:
@@ -21,7 +18,6 @@ def angle(one: Tensor, other: Tensor) -> Tensor:
 # -- layers that other implementations turn into NaN -------------------------------------------
 
 
-@by_backend
 @pytest.mark.parametrize(
     "make",
     [
@@ -48,7 +44,6 @@ def test_fan_in_one_is_a_gain(backend: str, make, from_module: bool):
     assert (weight - start).abs().max() <= 5 * 3 * 0.01 * size, "steps are relative to the size it came with"
 
 
-@by_backend
 def test_neurons_at_the_origin_wait_for_a_gradient(backend: str):
     """A zero-initialised head, LoRA's B: nothing until the first gradient, then against it."""
     head = nn.Linear(7, 4)
@@ -76,7 +71,6 @@ def test_neurons_at_the_origin_without_the_norm():
         torch.testing.assert_close(weight.norm(dim=1), torch.full((3,), size), rtol=1e-5, atol=0)
 
 
-@by_backend
 def test_padding_row_stays_zero_while_the_table_learns(backend: str):
     table = nn.Embedding(5, 8, padding_idx=2)
     optimiser = nero.Nero(table, backend=backend)
@@ -90,7 +84,6 @@ def test_padding_row_stays_zero_while_the_table_learns(backend: str):
         assert (angle(table.weight, before)[[0, 1, 3, 4]] > 1e-3).all()
 
 
-@by_backend
 @pytest.mark.parametrize("value", [1.0, 0.1, -3e20, 1e-20])
 def test_constant_rows_wait_for_a_gradient(backend: str, value: float):
     weight = nn.Parameter(torch.full((3, 9), value))
@@ -101,7 +94,6 @@ def test_constant_rows_wait_for_a_gradient(backend: str, value: float):
     torch.testing.assert_close(weight, project(-weight.grad, (1,)).tensor, rtol=0, atol=1e-3)
 
 
-@by_backend
 def test_a_constant_gradient_at_the_origin_has_no_direction(backend: str):
     weight = nn.Parameter(torch.zeros(3, 9))
     optimiser = nero.Nero([weight], backend=backend)
@@ -114,7 +106,6 @@ def test_a_constant_gradient_at_the_origin_has_no_direction(backend: str):
 # -- bad numbers ------------------------------------------------------------------------------
 
 
-@by_backend
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_bad_gradient_entry_of_a_gain_stops_that_gain(backend: str, bad: float):
     norm = nn.LayerNorm(6)
@@ -154,7 +145,6 @@ def test_on_nonfinite_raise_changes_nothing():
         assert all(torch.equal(entry[name], state["state"][key][name]) for name in entry)
 
 
-@by_backend
 @pytest.mark.parametrize("factor", [1e-25, 1e25])
 @pytest.mark.parametrize("through", ["gradient", "loss"])
 def test_the_size_of_the_gradient_does_not_matter(backend: str, factor: float, through: str):
@@ -186,7 +176,6 @@ def test_the_size_of_the_weights_at_the_start_does_not_matter(factor: float, axe
     torch.testing.assert_close(scaled, plain, rtol=0, atol=1e-6)
 
 
-@by_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_for_two_thousand_steps(backend: str, dtype: torch.dtype):
     """The average stays right to 1 % and the angle turned per step to 5 %."""

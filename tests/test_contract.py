@@ -15,8 +15,6 @@ from torch.optim import lr_scheduler
 import nero
 from nero.backends import BACKENDS
 
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
-
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
@@ -88,7 +86,6 @@ def test_module_parameters_and_names_take_the_same_steps_on_plain_layers():
     assert_same(results[0], results[2])
 
 
-@by_backend
 def test_groups_have_options_of_their_own(backend: str):
     model = network()
     optimiser = nero.Nero(
@@ -101,7 +98,6 @@ def test_groups_have_options_of_their_own(backend: str):
     assert (model[6].weight.norm(dim=1) - 1).abs().max() > 1e-3
 
 
-@by_backend
 def test_add_param_group_after_a_thousand_steps(backend: str):
     model, late = nn.Linear(6, 5), nn.Linear(5, 4)
     optimiser = nero.Nero(model, backend=backend)
@@ -204,7 +200,6 @@ def test_deepcopy_and_pickle(duplicate):
     assert_same_state(optimiser, twin_optimiser)
 
 
-@by_backend
 def test_nothing_outlives_the_optimiser(backend: str):
     model = network()
     optimiser = nero.Nero(model, backend=backend)
@@ -234,7 +229,6 @@ def test_closure():
     assert optimiser.step() is None
 
 
-@by_backend
 def test_maximize_is_the_mirror_image(backend: str):
     model, mirrored = network(), network()
     train(model, nero.Nero(model, maximize=True, backend=backend), range(3))
@@ -258,7 +252,6 @@ def test_hooks():
     assert calls == ["pre", "post"]
 
 
-@by_backend
 def test_frozen_unfrozen_and_without_gradient(backend: str):
     model = network()
     model[4].weight.requires_grad_(False)
@@ -283,7 +276,6 @@ def test_frozen_unfrozen_and_without_gradient(backend: str):
     torch.testing.assert_close(model[4].weight, expected.weight, rtol=0, atol=1e-6)
 
 
-@by_backend
 def test_a_parameter_swapped_by_a_framework_is_taken_in(backend: str):
     layer = nn.Linear(6, 4)
     optimiser = nero.Nero(layer.parameters(), backend=backend)
@@ -295,7 +287,6 @@ def test_a_parameter_swapped_by_a_framework_is_taken_in(backend: str):
     assert optimiser.state[stand_in]["step"] == 1
 
 
-@by_backend
 def test_zero_size_and_scalars(backend: str):
     parameters = [nn.Parameter(torch.ones(shape)) for shape in [(), (0,), (0, 5), (5, 0), (1,), (1, 1), (3, 4)]]
     optimiser = nero.Nero(parameters, backend=backend)
@@ -310,7 +301,6 @@ def test_zero_size_and_scalars(backend: str):
     assert_same_state(optimiser, roundtrip)
 
 
-@by_backend
 def test_a_gradient_of_another_layout_or_dtype(backend: str):
     """channels_last weights with contiguous gradients, and expanded gradients, as backward makes them."""
     results = []
@@ -327,13 +317,13 @@ def test_a_gradient_of_another_layout_or_dtype(backend: str):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
 
 
-def test_weights_edited_between_steps_are_seen():
+def test_weights_edited_between_steps_are_seen(backend: str):
     """The short path trusts what it balanced itself, and notices what others did."""
     results = []
-    for backend in BACKENDS:
+    for each in ("eager", backend):
         torch.manual_seed(0)
         layer = nn.Linear(20, 6).double()
-        optimiser = nero.Nero(layer, backend=backend)
+        optimiser = nero.Nero(layer, backend=each)
         for step in range(8):
             fill_grads(layer, step)
             with torch.no_grad():
@@ -407,7 +397,6 @@ def test_schedulers_set_the_angle(make, tensor: bool):
         scheduler.step(*([1.0 + step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
 
 
-@by_backend
 def test_tensor_lr_is_the_float_lr(backend: str):
     one, other = network(), network()
     train(one, nero.Nero(one, lr=0.03, backend=backend), range(3))
@@ -464,7 +453,6 @@ def test_clipping_changes_nothing_and_accumulation_adds_up():
         assert b.isfinite().all()
 
 
-@by_backend
 @pytest.mark.parametrize("role", ["neuron", "gain"])
 def test_sparse_gradients_are_the_dense_step(backend: str, role: str):
     torch.manual_seed(0)
@@ -497,6 +485,7 @@ def test_sparse_gradients_across_neurons_are_made_dense():
     torch.testing.assert_close(*results, rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant:UserWarning")
 def test_sparse_gradient_that_is_not_finite():
     table = nn.Embedding(10, 6, sparse=True)
     optimiser = nero.Nero(table)
@@ -504,7 +493,7 @@ def test_sparse_gradient_that_is_not_finite():
     values = torch.ones(2, 6)
     values[0, 0] = math.nan
     values[1] = torch.arange(6)
-    table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[2, 5]]), values, (10, 6), check_invariants=True)
+    table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[2, 5]]), values, (10, 6))
     optimiser.step()
     assert optimiser.skipped == {"weight": 1}
     assert torch.equal(table.weight[2], before[2])

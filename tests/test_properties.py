@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -10,12 +9,10 @@ from torch import Tensor
 
 import nero
 from nero import rule
-from nero.backends import BACKENDS
 from nero.balance import norm, project
 
 EVERY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ORDINARY_FLOAT = st.floats(min_value=-10, max_value=10, width=32)
-by_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @st.composite
@@ -72,7 +69,6 @@ def test_norm_is_right_over_the_whole_range(drawn: list[Tensor]):
     torch.testing.assert_close(norm(values, (1,)).double(), wanted, rtol=1e-6, atol=0)
 
 
-@by_backend
 @given(
     drawn=matrices(EVERY_FLOAT, 3),
     lr=st.sampled_from([1e-8, 0.01, 1.0, 30.0]),
@@ -87,7 +83,6 @@ def test_no_finite_input_gives_a_weight_that_is_not(backend: str, drawn: list[Te
     assert state["grad_norm"].isfinite().all()
 
 
-@by_backend
 @given(drawn=matrices(EVERY_FLOAT, 3))
 def test_no_finite_input_gives_a_gain_that_is_not(backend: str, drawn: list[Tensor]):
     gain, *grads = (each.flatten() for each in drawn)
@@ -96,7 +91,6 @@ def test_no_finite_input_gives_a_gain_that_is_not(backend: str, drawn: list[Tens
     assert state["grad_norm"].isfinite().all()
 
 
-@by_backend
 @given(drawn=matrices(ORDINARY_FLOAT, 4), factor=st.sampled_from([1e-25, 1e-12, 1e12, 1e25]))
 def test_the_trajectory_does_not_know_the_loss_scale(backend: str, drawn: list[Tensor], factor: float):
     """Ruling 5. Entries that a factor of 1e-25 would push out of float32 are taken as zero."""
@@ -113,7 +107,6 @@ def test_the_trajectory_does_not_know_the_loss_scale(backend: str, drawn: list[T
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
-@by_backend
 @given(drawn=matrices(EVERY_FLOAT, 2), rows=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_zero_gradient_changes_no_bit(backend: str, drawn: list[Tensor], rows: list[bool]):
     """Ruling 4, also with signed zeros, and next to neurons that do move."""
@@ -127,7 +120,6 @@ def test_a_zero_gradient_changes_no_bit(backend: str, drawn: list[Tensor], rows:
     assert torch.equal(parameter.detach()[still].view(torch.int32), entered[still].view(torch.int32))
 
 
-@by_backend
 @given(drawn=matrices(EVERY_FLOAT, 2))
 def test_lr_zero_changes_no_bit(backend: str, drawn: list[Tensor]):
     weight, grad = drawn
@@ -141,7 +133,6 @@ def test_lr_zero_changes_no_bit(backend: str, drawn: list[Tensor]):
         assert torch.equal(bias.detach().view(torch.int32), weight[0].view(torch.int32))
 
 
-@by_backend
 @given(
     drawn=matrices(ORDINARY_FLOAT, 3),
     bad=st.sampled_from([math.nan, math.inf, -math.inf]),

@@ -1,9 +1,10 @@
 """The rule on many tensors at once, in plain torch operations.
 
-Gains and biases of all tensors are nudged as one long vector. On the CPU, the statistics of all
-neurons are one long vector too, and weights are turned in blocks that stay in cache, by a short
-path for ordinary numbers; what is not ordinary (a gradient of 1e25 or NaN, a constant neuron, a
-turn through half a right angle) goes to the rule itself, which knows what to do.
+Gains and biases of all tensors are nudged as one long vector, and neurons in tensors of one shape
+are turned as one stack. Large tensors on the CPU are not copied to a stack: there the statistics of
+all neurons are one long vector, and weights are turned in place, in pieces that stay in cache, by
+a short path for ordinary numbers. What is not ordinary (a gradient of 1e25 or NaN, a constant
+neuron, a turn through half a radian) goes to the rule itself, which knows what to do.
 """
 
 import math
@@ -17,11 +18,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nero import rule
 from nero.backends import eager
-from nero.backends.job import Job, Settings
+from nero.backends.job import Job, Settings, apply_rule
 from nero.balance import norm
 
 #: Weights worked on at a time: with their gradients, 16 MB in float32.
 PIECE = 1 << 22
+#: Tensors of one shape are stacked up to this many entries, to be turned together.
+STACK = 1 << 24
+#: On the CPU, only tensors up to this size are.
+SMALL = 1 << 10
 #: Norms in this range have squares that float32 holds.
 ORDINARY = (1e-15, 1e15)
 #: Above this fan-in, the fast sums lose more precision than float32 should.
@@ -118,6 +123,45 @@ class _Sheet(NamedTuple):
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
+    here: list[Job] = []
+    stackable: dict[tuple[object, ...], list[Job]] = {}
+    for job in jobs:
+        weight = job.parameter
+        if weight.device.type == "cpu" and weight.numel() > SMALL:
+            here.append(job)
+        else:
+            kind = (weight.device, weight.shape, job.axes, weight.dtype, job.grad.dtype)
+            stackable.setdefault(kind, []).append(job)
+    for alike in stackable.values():
+        most = max(1, STACK // alike[0].parameter.numel())
+        for start in range(0, len(alike), most):
+            _turn_stack(alike[start : start + most], settings)
+    if here:
+        _turn_here(here, settings)
+
+
+def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
+    """Turn tensors of one shape as one, by the rule: on an accelerator it is launches that cost."""
+    states = [job.state for job in jobs]
+    step = torch.stack([state["step"] for state in states])
+    stacked = {
+        "step": step.view(-1, *[1] * jobs[0].parameter.dim()),
+        "grad_norm": torch.stack([state["grad_norm"] for state in states]),
+    }
+    if settings.fix_norm == "initial":
+        stacked["radius"] = torch.stack([state["radius"] for state in states])
+    weights = [job.parameter for job in jobs]
+    axes = tuple(axis + 1 for axis in jobs[0].axes)
+    job = Job(torch.stack(weights), torch.stack([job.grad for job in jobs]), stacked, axes, 0.0)
+    update = apply_rule(job, settings)
+    torch._foreach_copy_(weights, list(update.parameter.unbind()))
+    torch._foreach_copy_([state["grad_norm"] for state in states], list(update.grad_norm.unbind()))
+    skipped = update.sat_out.flatten(1).sum(1)
+    torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
+
+
+def _turn_here(jobs: Sequence[Job], settings: Settings) -> None:
+    """Turn large tensors on the CPU, where it is sweeps over memory that cost."""
     quick = bool(settings.fix_norm) and float(settings.lr) != 0
     alike: dict[tuple[float, int, torch.dtype], list[_Sheet]] = {}
     for job in jobs:

@@ -1,0 +1,96 @@
+"""The project keeps its word: the README runs, the import is light, the arrows hold, names are documented."""
+
+import ast
+import inspect
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nero
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_readmes_first_example_runs():
+    (example,) = re.findall(r"```python\n(import torch\n.*?)```", README, re.DOTALL)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", example], capture_output=True, text=True, check=True)
+    loss = float(re.search(r"loss ([\d.]+); balanced: True", done.stdout)[1])
+    assert loss < 0.3  # the targets have variance one
+
+
+def test_import_is_light():
+    """At most 50 ms on top of torch; the best of three, since machines are busy."""
+    code = "import time, torch\nstart = time.perf_counter()\nimport nero\nprint(time.perf_counter() - start)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        for _ in range(3)
+    ]
+    assert min(times) < 0.05
+
+
+def test_import_brings_nothing_but_torch():
+    code = (
+        "import sys, torch\nbefore = set(sys.modules)\nimport nero\n"
+        "print({name.partition('.')[0] for name in set(sys.modules) - before})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ast.literal_eval(done.stdout) - set(sys.stdlib_module_names) <= {"nero", "torch"}
+
+
+@pytest.mark.parametrize(
+    "path", ["rule.py", *(f"backends/{name}.py" for name in ("__init__", "eager", "foreach", "job"))]
+)
+def test_the_rule_and_the_backends_see_no_module(path: str):
+    tree = ast.parse((ROOT / "src/nero" / path).read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imported = {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    }
+    assert not {"nn", "Module"} & (names | imported)
+    assert not any("roles" in (node.module or "") for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+
+
+def test_roles_see_no_gradient():
+    tree = ast.parse((ROOT / "src/nero/roles.py").read_text())
+    assert not {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & {"grad", "backward"}
+
+
+@pytest.mark.parametrize("name", nero.__all__)
+def test_public_names_are_documented(name: str):
+    thing = getattr(nero, name)
+    assert inspect.getdoc(thing), f"{name} has no docstring"
+    assert name in README or name in ("Description", "CentredWeightNorm"), f"the README does not show {name}"
+
+
+def test_the_readme_quotes_the_benchmarks_record():
+    """Every ratio in the README's table of costs is the committed record's."""
+    record = json.loads((ROOT / "benchmarks/results/step-cpu.json").read_text())
+    rows = {(row["shapes"], row["optimiser"]): row for row in record["rows"]}
+    quoted = re.findall(r"^\| (.+?) \| ([\d.]+) M \| ([\d.]+) x \| ([\d.]+) % \|$", README, re.MULTILINE)
+    assert [name for name, *_ in quoted] == list(dict.fromkeys(name for name, _ in rows))
+    for name, millions, ratio, state in quoted:
+        row = rows[name, "Nero (foreach)"]
+        assert float(millions) == round(row["parameters"] / 1e6, 1)
+        assert float(ratio) == round(row["of_fused_adam"], 2)
+        assert float(state) == round(100 * row["state_of_adam"], 2)
+    assert record["machine"] in README
+    assert statistics.fmean(float(state) for *_, state in quoted) <= 1
+
+
+def test_the_demo_runs(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples/demo.py"), "--quick", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {"Nero", "SGD", "Adam"} <= set(re.findall(r"\w+", done.stdout))
+    figures = list(tmp_path.glob("*.png"))
+    assert figures
+    assert figures[0].stat().st_size > 20_000

@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 
-from nero.backends import BACKENDS, foreach
+from nero.backends import BACKENDS, cpu
 
 # examples are derived from the test alone: a run today is the run of tomorrow
 hypothesis.settings.register_profile(
@@ -24,11 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-@pytest.fixture(params=[*BACKENDS, "foreach, in place"])
+@pytest.fixture(params=[*BACKENDS, "foreach, in pieces"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every backend; foreach also with small tensors turned in place, as it turns large ones on a CPU, and in pieces."""
-    if request.param == "foreach, in place":
-        monkeypatch.setattr(foreach, "SMALL", 0)
-        monkeypatch.setattr(foreach, "PIECE", 20)
+    """Every backend; foreach also with small tensors turned as it turns large ones on a CPU, in pieces."""
+    if request.param == "foreach, in pieces":
+        monkeypatch.setattr(cpu, "SMALL", 0)
+        monkeypatch.setattr(cpu, "PIECE", 20)
         return "foreach"
     return str(request.param)

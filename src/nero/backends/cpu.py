@@ -1,0 +1,279 @@
+"""Neurons turned in place, on the CPU, by a short path for ordinary numbers.
+
+The statistics of all neurons are one long vector, and weights are turned in pieces that stay in
+cache. What is not ordinary (a gradient of 1e25 or NaN, a constant neuron, a turn through half a
+radian, half precision) goes to the rule itself, which knows what to do.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nero import rule
+from nero.backends import eager
+from nero.backends.job import Job, Settings
+from nero.balance import FixNorm, norm
+
+#: Weights worked on at a time: with their gradients, 32 MB in float32.
+PIECE = 1 << 22
+#: Tensors up to this size are copied together, if they have the same fan-in, since each operation has its price.
+SMALL = 1 << 16
+#: Norms in this range have squares that float32 holds.
+ORDINARY = (1e-15, 1e15)
+#: Above this fan-in, the fast sums lose more precision than float32 should.
+LONGEST = 1 << 15
+#: Radians: a turn as wide as this is left to the rule.
+WIDEST = 0.5
+
+
+class _Sheet(NamedTuple):
+    """Weights as a matrix, their neurons' entries along one axis of it; or a piece of one, or several as one."""
+
+    weight: Tensor
+    grad: Tensor
+    average: Tensor
+    radius: Tensor | None
+    loose: Tensor | None
+    job: Job | None
+    parts: tuple["_Sheet", ...] = ()
+
+    def piece(self, across: int, start: int, count: int) -> "_Sheet":
+        """Some of the neurons."""
+        cut = (across, start, count)
+        return self._replace(
+            weight=self.weight.narrow(*cut),
+            grad=self.grad.narrow(*cut),
+            average=self.average.narrow(*cut),
+            radius=None if self.radius is None else self.radius.narrow(*cut),
+            loose=None if self.loose is None else self.loose.narrow(*cut),
+        )
+
+    def give_up(self, axis: int, step: float, settings: Settings) -> None:
+        """Leave it to the rule; if it is several, those of them that are odd."""
+        if self.job is None:
+            _turn_sheets(self.parts, axis, step, settings)
+            return
+        own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
+        eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
+        _forms[self.job.state["grad_norm"]].version = None
+
+
+def turn(jobs: Sequence[Job], settings: Settings) -> None:
+    """Turn the neurons of every job, whose steps are counted already."""
+    quick = bool(settings.fix_norm) and float(settings.lr) != 0
+    alike: dict[tuple[float, int, torch.dtype], list[_Sheet]] = {}
+    for job in jobs:
+        sheet = _sheet(job, settings) if quick else None
+        if sheet is None:
+            eager.finish(job, settings)
+        else:
+            axis = job.axes[0] if job.parameter.dim() == 2 else 1
+            kind = (float(job.state["step"]), axis, sheet.average.dtype)
+            alike.setdefault(kind, []).append(sheet)
+    for (step, axis, _), sheets in alike.items():
+        _turn_sheets(list(_sized(sheets, 1 - axis)), axis, step, settings)
+
+
+def _sized(sheets: Sequence[_Sheet], across: int) -> Iterator[_Sheet]:
+    """The sheets at a size that is good to work on: large ones cut between neurons, small ones together."""
+    small: dict[int, list[_Sheet]] = {}
+    for sheet in sheets:
+        size, total = sheet.weight.numel(), sheet.weight.shape[across]
+        if size <= SMALL:
+            small.setdefault(size // total, []).append(sheet)
+            continue
+        most = max(1, PIECE * total // size)
+        if total <= most:
+            yield sheet
+        else:
+            for start in range(0, total, most):
+                yield sheet.piece(across, start, min(most, total - start))
+    for alike in small.values():
+        yield alike[0] if len(alike) == 1 else _together(alike, across)
+
+
+def _together(sheets: Sequence[_Sheet], across: int) -> _Sheet:
+    radii = [sheet.radius for sheet in sheets if sheet.radius is not None]
+    loose = [
+        torch.zeros_like(sheet.average, dtype=torch.bool) if sheet.loose is None else sheet.loose for sheet in sheets
+    ]
+    return _Sheet(
+        torch.cat([sheet.weight for sheet in sheets], across),
+        torch.cat([sheet.grad for sheet in sheets], across),
+        torch.cat([sheet.average for sheet in sheets], across),
+        torch.cat(radii, across) if radii else None,
+        None if all(sheet.loose is None for sheet in sheets) else torch.cat(loose, across),
+        None,
+        tuple(sheets),
+    )
+
+
+@dataclass(slots=True)
+class _Form:
+    """What the short path remembers of a tensor."""
+
+    at: int
+    weight: Tensor  # as a matrix
+    order: list[int] | None  # of the axes that make it one
+    version: int | None = None  # torch's count of the changes to the weights when last looked at
+    held: tuple[bool, FixNorm] | None = None  # to which constraints
+    loose: Tensor | None = None  # the neurons that were not balanced then
+
+
+# by a tensor's running average, which lives and dies with the optimiser's state; a form must not refer to it
+_forms: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _sheet(job: Job, settings: Settings) -> _Sheet | None:
+    """The job as a sheet, if its neurons can take the short path."""
+    average = job.state["grad_norm"]
+    form: _Form | None = _forms.get(average)  # type: ignore[no-untyped-call]
+    if form is None or form.at != job.parameter.data_ptr() or form.weight.numel() != job.parameter.numel():
+        form = _form(job)
+        if form is None:
+            return None
+        _forms[average] = form
+    if job.grad.dtype != average.dtype:
+        return None
+    # what has not been touched since the last turn is still balanced, and need not be measured again
+    held = (settings.fix_mean, settings.fix_norm)
+    if form.version != job.parameter._version or form.held != held:
+        form.loose, form.held, form.version = _loose(job, settings), held, job.parameter._version
+    if form.loose is not None and bool(form.loose.all()):
+        return None
+    radius = job.state["radius"] if settings.fix_norm == "initial" else None
+    if form.order is None:
+        return _Sheet(form.weight, job.grad, average, radius, form.loose, job)
+    return _Sheet(
+        form.weight,
+        job.grad.permute(form.order).reshape(form.weight.shape),
+        average.view(-1, 1),
+        None if radius is None else radius.view(-1, 1),
+        None if form.loose is None else form.loose.view(-1, 1),
+        job,
+    )
+
+
+def _form(job: Job) -> _Form | None:
+    """The weights as a matrix, if they are in full precision, of middling fan-in, and memory allows a view."""
+    weight, average = job.parameter, job.state["grad_norm"]
+    if weight.dtype != average.dtype or not 2 < weight.numel() // average.numel() <= LONGEST:
+        return None
+    if weight.dim() == 2:
+        return _Form(weight.data_ptr(), weight, None)
+    neurons = [axis for axis in range(weight.dim()) if axis not in job.axes]
+    order = neurons + sorted(job.axes, key=weight.stride, reverse=True)
+    try:
+        view = weight.permute(order).view(average.numel(), -1)
+    except RuntimeError:  # torch's way to say that no view will do
+        return None
+    return _Form(weight.data_ptr(), view, order)
+
+
+def _loose(job: Job, settings: Settings) -> Tensor | None:
+    """Which neurons are off the constraint set, if any."""
+    weight, average = job.parameter, job.state["grad_norm"]
+    radius = job.state["radius"] if settings.fix_norm == "initial" else 1.0
+    rounding = 8 * torch.finfo(weight.dtype).eps
+    loose = (norm(weight, job.axes) / radius - 1).abs() > rounding
+    if settings.fix_mean:
+        drift = weight.mean(job.axes, keepdim=True) * math.sqrt(weight.numel() // average.numel())
+        loose |= drift.abs() > rounding * radius
+    return loose if bool(loose.any()) else None
+
+
+def _turn_sheets(sheets: Sequence[_Sheet], axis: int, step: float, settings: Settings) -> None:
+    """Turn balanced neurons, which run along one axis of their sheets and have made as many steps."""
+    across = 1 - axis
+    counts = [sheet.average.shape[across] for sheet in sheets]
+    length = _join([_norm(sheet.grad, axis) for sheet in sheets], across)
+    before = _join([sheet.average for sheet in sheets], across)
+    average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
+    radius: Tensor | float = 1.0
+    if settings.fix_norm == "initial":
+        radius = _join([sheet.radius for sheet in sheets if sheet.radius is not None], across)
+    scale = radius if settings.scale is None else settings.scale
+    factor = -float(settings.lr) * rule.bias_correction(step, settings.beta, length.dtype) * scale / average
+    angle = (factor * length / radius).nan_to_num_(0.0)  # 0 / 0: a neuron that has never moved
+
+    low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
+    still: Sequence[Tensor | None] = [None] * len(sheets)
+    all_tight = all(sheet.loose is None for sheet in sheets)
+    # a turn through less than WIDEST cannot bring a balanced neuron near the origin, nor near a constant
+    if not (all_tight and low > ORDINARY[0] and high < ORDINARY[1] and left > -WIDEST and right < WIDEST):
+        resting = [
+            _at_rest(sheet, each, axis) for sheet, each in zip(sheets, _part(length, counts, across), strict=True)
+        ]
+        at_rest = _join(resting, across)
+        plain = at_rest | ((length > ORDINARY[0]) & (length < ORDINARY[1]) & (angle.abs() < WIDEST))
+        if not all_tight:
+            tight = [
+                torch.ones_like(each) if sheet.loose is None else each | ~sheet.loose
+                for sheet, each in zip(sheets, resting, strict=True)
+            ]
+            plain &= _join(tight, across)
+        odd = [not bool(each.all()) for each in _part(plain, counts, across)]
+        if any(odd):
+            for sheet, is_odd in zip(sheets, odd, strict=True):
+                if is_odd:
+                    sheet.give_up(axis, step, settings)
+            rest = [sheet for sheet, is_odd in zip(sheets, odd, strict=True) if not is_odd]
+            if rest:
+                _turn_sheets(rest, axis, step, settings)
+            return
+        still = [each.flatten().nonzero()[:, 0] for each in resting]
+
+    for sheet, each, idle in zip(sheets, _part(factor, counts, across), still, strict=True):
+        weight = sheet.weight
+        kept = None if idle is None else weight.index_select(across, idle)
+        weight.addcmul_(sheet.grad, each)
+        if settings.fix_mean:
+            weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
+        stretch = _norm(weight, axis).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
+        weight.mul_(stretch if sheet.radius is None else stretch.mul_(sheet.radius))
+        if idle is not None and kept is not None:
+            weight.index_copy_(across, idle, kept)
+        if sheet.parts:
+            here = [part.weight for part in sheet.parts]
+            torch._foreach_copy_(here, list(weight.split_with_sizes([each.shape[across] for each in here], across)))
+
+    single = [part for sheet in sheets for part in sheet.parts or (sheet,)]
+    counts = [sheet.average.shape[across] for sheet in single]
+    torch._foreach_copy_([sheet.average for sheet in single], list(_part(average, counts, across)))
+    for sheet in single:
+        assert sheet.job is not None
+        form = _forms[sheet.job.state["grad_norm"]]
+        if form.version is not None:  # else another piece of it went to the rule
+            form.version = sheet.job.parameter._version
+
+
+def _at_rest(sheet: _Sheet, length: Tensor, axis: int) -> Tensor:
+    """The neurons whose gradient is zero; not those where only its square is."""
+    at_rest = length == 0
+    return at_rest if not bool(at_rest.any()) else sheet.grad.abs().amax(axis, keepdim=True) == 0
+
+
+def _part(joined: Tensor, counts: list[int], axis: int) -> Sequence[Tensor]:
+    return [joined] if len(counts) == 1 else joined.split_with_sizes(counts, axis)
+
+
+def _join(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _norm(sheet: Tensor, axis: int) -> Tensor:
+    if axis == 1:
+        size: Tensor = torch.linalg.vector_norm(sheet, dim=1, keepdim=True)
+        return size
+    return _sum(sheet.square(), axis).sqrt_()
+
+
+def _sum(sheet: Tensor, axis: int) -> Tensor:
+    if axis == 1:
+        return sheet.sum(1, keepdim=True)
+    return torch.ones(1, sheet.shape[0], dtype=sheet.dtype).mm(sheet)

@@ -136,6 +136,13 @@ def test_on_nonfinite_raise_changes_nothing():
         parameter.grad = torch.randn_like(parameter)
     optimiser.step()
     model[1].weight.grad[0, 0] = math.nan
+    late = nn.ConvTranspose2d(4, 2, 2, groups=2)
+    for parameter in late.parameters():
+        parameter.requires_grad_(False)
+    optimiser.add_param_group({"params": late})
+    for parameter in late.requires_grad_(True).parameters():
+        parameter.grad = torch.ones_like(parameter)
+    entering = late.weight.detach().clone()
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimiser.state_dict())
     with pytest.raises(FloatingPointError, match=r"1\.weight.*on_nonfinite='skip'"):
         optimiser.step()
@@ -143,6 +150,11 @@ def test_on_nonfinite_raise_changes_nothing():
         assert torch.equal(value, before[name])
     for key, entry in optimiser.state_dict()["state"].items():
         assert all(torch.equal(entry[name], state["state"][key][name]) for name in entry)
+    assert torch.equal(late.weight, entering), "not even taken in"
+    model[1].weight.grad[0, 0] = 1.0
+    late.weight.grad[0, 0, 0, 0] = math.inf
+    with pytest.raises(FloatingPointError, match="weight is not finite"):
+        optimiser.step()
 
 
 @pytest.mark.parametrize("factor", [1e-25, 1e25])
@@ -248,6 +260,22 @@ def test_bad_options(options: dict, message: str, where: str):
     assert len(optimiser.param_groups) == 2, "nothing half-added"
 
 
+def test_an_error_leaves_the_model_as_it_was():
+    """What comes before the bad parameter is not balanced either."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.ParameterList([torch.ones(2, dtype=torch.complex64)]))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="complex"):
+        nero.Nero(model)
+    optimiser = nero.Nero(extra := nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="complex"):
+        optimiser.add_param_group({"params": model})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(optimiser.param_groups) == 2
+    optimiser.add_param_group({"params": model[:2]})
+    assert nero.is_balanced(model[0])
+    assert nero.is_balanced(extra)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -268,7 +296,7 @@ def test_bad_roles(options: dict, message: str):
 def test_a_bad_lr_from_a_scheduler_is_caught():
     layer = nn.Linear(3, 2)
     optimiser = nero.Nero(layer)
-    optimiser.param_groups[0]["lr"] = math.nan
+    optimiser.param_groups[1]["lr"] = math.nan
     layer(torch.randn(1, 3)).sum().backward()
     before = copy.deepcopy(layer.state_dict())
     with pytest.raises(ValueError, match="lr must be finite"):
@@ -342,6 +370,11 @@ def _with_bad_option(saved: dict) -> dict:
     return saved
 
 
+def _with_short_average(saved: dict) -> dict:
+    saved["state"][3]["grad_norm"] = torch.zeros(1)
+    return saved
+
+
 def _without_average(saved: dict) -> dict:
     saved["state"][3].pop("grad_norm")
     return saved
@@ -360,9 +393,20 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
         (lambda: _without_option(_checkpoint(MODEL())), r"lacks the options \['beta'\]"),
         (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
         (lambda: _without_average(_checkpoint(MODEL())), "grad_norm.*another optimiser"),
+        (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias is shaped \(1,\)"),
         (lambda: {"model": 1}, "not an optimiser's state_dict"),
     ],
-    ids=["fewer layers", "other shape", "other names", "Adam's", "option missing", "bad option", "state missing", "no"],
+    ids=[
+        "fewer layers",
+        "other shape",
+        "other names",
+        "Adam's",
+        "option missing",
+        "bad option",
+        "state missing",
+        "state short",
+        "no",
+    ],
 )
 def test_a_checkpoint_that_does_not_fit(saved, message: str):
     model = MODEL()

@@ -333,6 +333,10 @@ def test_weights_edited_between_steps_are_seen(backend: str):
                     layer.weight[1] = 0.3
                 if step == 5:
                     layer.weight.data = torch.randn(6, 20, generator=torch.Generator().manual_seed(9)).double()
+                if step == 3:
+                    optimiser.param_groups[0]["fix_mean"] = False
+                if step == 5:
+                    optimiser.param_groups[0]["fix_mean"] = True
                 if step == 6:
                     layer.weight.grad[1] = 0
                     layer.weight[1] = 0

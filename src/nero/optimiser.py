@@ -16,8 +16,6 @@ from nero.roles import Role, param_groups, role_from_shape
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
 
-_STATE = {"neuron": {"step", "grad_norm", "skipped"}, "other": {"step", "grad_norm", "skipped", "scale"}}
-
 
 class Nero(torch.optim.Optimizer):
     r"""The neuronal rotator, of "Learning by Turning: Neural Architecture Aware Optimisation".
@@ -98,7 +96,9 @@ class Nero(torch.optim.Optimizer):
         }
         check_options(defaults)
         self._roles: dict[Tensor, Role] = {}
+        self._waiting: list[dict[str, Any]] | None = []
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
+        self._let_in()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are balanced at once and count their own steps from here.
@@ -109,23 +109,35 @@ class Nero(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict) and isinstance(param_group.get("params"), nn.Module):
             options = {key: value for key, value in param_group.items() if key != "params"}
-            for group in param_groups(param_group["params"], **options):
-                self.add_param_group(group)
-            return
-        if isinstance(param_group, dict):
-            param_group = self._named_like_the_others(dict(param_group))
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+            self._add_all(param_groups(param_group["params"], **options))
+        else:
+            self._add_all([param_group])
+
+    def _add_all(self, groups: list[dict[str, Any]]) -> None:
+        """Add all of the groups, or with an error none; only then are their parameters changed."""
+        count, alone = len(self.param_groups), self._waiting is None
+        self._waiting = self._waiting or []
         try:
-            check_options(group)
-            roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
+            for group in groups:
+                super().add_param_group(self._named_like_the_others(group))
+                group = self.param_groups[-1]
+                check_options(group)
+                roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
+                self._roles.update(zip(group["params"], roles, strict=True))
+                self._waiting.append(group)
         except (TypeError, ValueError):
-            self.param_groups.pop()
+            del self.param_groups[count:]
+            self._waiting = None if alone else self._waiting
             raise
-        for parameter, role in zip(group["params"], roles, strict=True):
-            self._roles[parameter] = role
-            if parameter.requires_grad:
-                self._take_in(parameter, role, group)
+        if alone:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        for group in self._waiting or []:
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    self._take_in(parameter, self._roles[parameter], group)
+        self._waiting = None
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -144,12 +156,12 @@ class Nero(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [(group, self._jobs(group)) for group in self.param_groups]
-        for group, jobs in work:
+        settings = [_settings(group) for group in self.param_groups]
+        for group in self.param_groups:
             if group["on_nonfinite"] == "raise":
-                self._raise_if_nonfinite(group, jobs)
-        for group, jobs in work:
-            backends.step(group["backend"], jobs, _settings(group))
+                self._raise_if_nonfinite(group)
+        for group, options in zip(self.param_groups, settings, strict=True):
+            backends.step(group["backend"], self._jobs(group), options)
         return loss
 
     @property
@@ -166,6 +178,7 @@ class Nero(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
+        self._waiting = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
@@ -231,7 +244,9 @@ class Nero(torch.optim.Optimizer):
         dtype = statistics_dtype(parameter.dtype)
         state: dict[str, Tensor] = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state["grad_norm"] = torch.zeros(_state_shape(parameter, role), dtype=dtype, device=parameter.device)
+        # from the parameter itself, so that a sharded one has its state sharded alike
+        one_a_neuron = role.view(parameter).sum(role.axes, keepdim=True, dtype=dtype) if role.axes else parameter
+        state["grad_norm"] = torch.zeros_like(one_a_neuron, dtype=dtype, memory_format=torch.contiguous_format)
         state["skipped"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
         if role.kind == "neuron":
             radius: float | Tensor = 1.0
@@ -244,33 +259,29 @@ class Nero(torch.optim.Optimizer):
             state["scale"] = torch.where(size > 0, size, SCALE_AT_ORIGIN)
         return state
 
-    def _raise_if_nonfinite(self, group: dict[str, Any], jobs: list[Job]) -> None:
+    def _raise_if_nonfinite(self, group: dict[str, Any]) -> None:
         for index, parameter in enumerate(group["params"]):
             grad = parameter.grad
-            if grad is not None and any(job.grad is grad for job in jobs):
-                values = grad.coalesce().values() if grad.is_sparse else grad
-                if not bool(values.isfinite().all()):
-                    raise FloatingPointError(
-                        f"the gradient of {self._name_of(group, index)} is not finite; nothing was changed. Look for "
-                        "the cause, or let such neurons sit out a step with on_nonfinite='skip'"
-                    )
+            if grad is None or not parameter.requires_grad:
+                continue
+            values = grad.coalesce().values() if grad.is_sparse else grad
+            if not bool(values.isfinite().all()):
+                raise FloatingPointError(
+                    f"the gradient of {self._name_of(group, index)} is not finite; nothing was changed. Look for "
+                    "the cause, or let such neurons sit out a step with on_nonfinite='skip'"
+                )
 
     def _named_like_the_others(self, group: dict[str, Any]) -> dict[str, Any]:
         """Torch wants all groups named or none; a user who adds a layer later need not care."""
-        params = group["params"]
-        if isinstance(params, Tensor):
-            params = [params]
-        elif not isinstance(params, set):
-            params = list(params)
-        if self.param_groups and not isinstance(params, set):
-            named = [isinstance(each, tuple) for each in params]
-            if "param_names" in self.param_groups[0] and not any(named) and "param_names" not in group:
-                number = len(self.param_groups)
-                params = [(f"group{number}.{index}", each) for index, each in enumerate(params)]
-            elif "param_names" not in self.param_groups[0] and named and all(named):
-                params = [each for _, each in params]
-        group["params"] = params
-        return group
+        if not isinstance(group, dict) or isinstance(group["params"], set) or not self.param_groups:
+            return group  # torch has something to say to the first two
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        named = [isinstance(each, tuple) for each in params]
+        if "param_names" not in self.param_groups[0]:
+            params = [each[1] if isinstance(each, tuple) else each for each in params]
+        elif not any(named) and "param_names" not in group:
+            params = [(f"group{len(self.param_groups)}.{index}", each) for index, each in enumerate(params)]
+        return {**group, "params": params}
 
     def _name_of(self, group: dict[str, Any], index: int) -> str:
         names = group.get("param_names")
@@ -306,7 +317,8 @@ class Nero(torch.optim.Optimizer):
                     raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
                 if key in incoming["state"]:
                     role = _role({**saved, "params": own["params"]}, parameter)
-                    checked[parameter] = _checked_entry(name, parameter, role, incoming["state"][key])
+                    initial = saved["fix_norm"] == "initial"
+                    checked[parameter] = _checked_entry(name, parameter, role, initial, incoming["state"][key])
         return checked
 
 
@@ -334,24 +346,30 @@ def _state_shape(parameter: Tensor, role: Role) -> list[int]:
     return [1 if axis in role.axes else size for axis, size in enumerate(shape)]
 
 
-def _checked_entry(name: str, parameter: Tensor, role: Role, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+def _checked_entry(
+    name: str, parameter: Tensor, role: Role, initial: bool, entry: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """One parameter's saved state, on its device and in the statistics' dtype."""
-    wanted = _STATE["neuron" if role.kind == "neuron" else "other"]
-    if not isinstance(entry, Mapping) or not wanted <= set(entry):
+    by_neuron = tuple(_state_shape(parameter, role))
+    wanted = {"step": (), "grad_norm": by_neuron, "skipped": ()}
+    if role.kind != "neuron":
+        wanted["scale"] = ()
+    elif initial and parameter.numel():
+        wanted["radius"] = by_neuron
+    if not isinstance(entry, Mapping) or not set(wanted) <= set(entry):
         raise ValueError(
             f"the checkpoint's state of {name} has {sorted(entry)} where {sorted(wanted)} are needed: it is of "
             "another optimiser or model"
         )
-    shape = tuple(_state_shape(parameter, role))
-    found = tuple(entry["grad_norm"].shape)
-    if found != shape:
-        raise ValueError(
-            f"the checkpoint's grad_norm of {name} is shaped {found} where {shape} is needed: it is of another model"
-        )
-    own_dtype = {"step": torch.float32, "skipped": torch.int64}
-    return {
-        key: torch.as_tensor(value)
-        .detach()
-        .to(device=parameter.device, dtype=own_dtype.get(key, statistics_dtype(parameter.dtype)), copy=True)
-        for key, value in entry.items()
-    }
+    dtypes = {"step": torch.float32, "skipped": torch.int64}
+    state = {}
+    for key, value in entry.items():
+        tensor = torch.as_tensor(value).detach()
+        if key in wanted and tuple(tensor.shape) != wanted[key]:
+            raise ValueError(
+                f"the checkpoint's {key} of {name} is shaped {tuple(tensor.shape)} where {wanted[key]} is needed: it "
+                "is of another model"
+            )
+        dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
+        state[key] = tensor.to(device=parameter.device, dtype=dtype, copy=True)
+    return state

@@ -129,20 +129,20 @@ def state_bytes(optimiser: torch.optim.Optimizer) -> int:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows for a terminal."""
-    made = Table(title="A step (median) and the optimiser's state", box=None, title_justify="left")
+    made = Table(title="A step (median) and the optimiser's state", box=None, pad_edge=False, title_justify="left")
     made.add_column("optimiser", no_wrap=True)
-    for title in ("ms", "of fused Adam", "state", "of Adam's"):
+    for title in ("ms", "/ fused Adam", "state", "/ Adam"):
         made.add_column(title, justify="right", no_wrap=True)
     last = None
     for row in rows:
         if row["shapes"] != last:
             last = row["shapes"]
             made.add_row()
-            made.add_row(f"[bold]{last}[/bold], {row['parameters'] / 1e6:.0f} M, {row['tensors']} tensors")
+            made.add_row(f"[bold]{last}[/bold], {row['parameters'] / 1e6:.0f} M")
         made.add_row(
             f"  {row['optimiser']}",
             f"{row['milliseconds']:.1f}",
-            f"{row['of_fused_adam']:.2f}x",
+            f"{row['of_fused_adam']:.2f}",
             f"{row['state_bytes'] / 1e6:.3g} MB",
             f"{100 * row['state_of_adam']:.2f} %",
         )

@@ -28,6 +28,7 @@ import nero
 RATES = (0.0001, 0.001, 0.01, 0.1)
 DEFAULT_RATE = 0.01  # Nero's own; the grid has it, so its run is among the others
 DECAY = 0.9
+SQRT2 = torch.tensor(math.sqrt(2))  # a number would be made a tensor in every layer, every time
 OPTIMISERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "Nero": lambda model, rate: nero.Nero(model, lr=rate),
     "SGD": lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
@@ -44,7 +45,7 @@ class Plan:
     depth: int = 50
     width: int = 64  # of the images, so that the layers are square like the paper's
     batch: int = 144
-    epochs: int = 36
+    epochs: int = 32
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ScaledReLU(nn.Module):
     """√2·max(0, x)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(x) * math.sqrt(2)
+        return functional.relu(x) * SQRT2
 
 
 def perceptron(plan: Plan) -> nn.Sequential:
@@ -184,7 +185,7 @@ def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: flo
         ).set_fontweight("bold")
     for name, (colour, dashes, marker) in LOOKS.items():
         ends = [run.training for run in runs if run.optimiser == name]
-        rates.plot(RATES, ends, color=colour, ls=dashes, marker=marker, label=name)
+        rates.plot(RATES, ends, color=colour, ls=dashes, marker=marker, ms=8, mfc="none", mew=1.6, label=name)
     for axes in (curves, rates):
         axes.axhline(chance, color="0.35", ls=(0, (1, 2)), lw=1)
         axes.spines[["top", "right"]].set_visible(False)
@@ -221,7 +222,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Search, tell and draw."""
     options = parse(argv)
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     plan = Plan(depth=8, epochs=4) if options.quick else Plan()
     data, test = load()
     console.print(
@@ -229,8 +230,9 @@ def main(argv: list[str] | None = None) -> int:
         f"{plan.epochs} epochs, the step size times {DECAY:g} after each; seed {options.seed}"
     )
     start, threads, onednn = time.perf_counter(), torch.get_num_threads(), torch.backends.mkldnn.enabled
-    torch.set_num_threads(1)  # the products are too small to share out
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # and on Arm too small for what oneDNN does before each
+    # the products are too small to share out, and on Arm too small for what oneDNN does before each
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         runs = search(plan, data, test, options.seed, console)
     except KeyboardInterrupt:
@@ -245,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
     draw(runs, best, default, plan, data.chance).savefig(path, dpi=200)
     console.print(tabulate(best, default, data, test))
     console.print(verdict(best, default, data))
-    console.print(f"Learning curves: {path} ({time.perf_counter() - start:.0f} s)")
+    console.print(f"Learning curves: {path} ({time.perf_counter() - start:.0f} s)", soft_wrap=True)
     return 0
 
 

@@ -8,7 +8,7 @@ square of the gradient's norm; η ``lr``; β ``beta``; σ ``scale``; t ``step``.
 """
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -132,6 +132,14 @@ def running_average(grad_norm: Tensor, length: Tensor, step: Number, beta: float
     grad_norm = torch.where(finite, updated, grad_norm)
     corrected = grad_norm / bias_correction(step, beta, grad_norm.dtype)
     return Average(grad_norm, corrected, finite & (length > 0) & (corrected > 0), ~finite)
+
+
+@overload
+def bias_correction(step: float, beta: float, dtype: torch.dtype) -> float: ...
+
+
+@overload
+def bias_correction(step: Tensor, beta: float, dtype: torch.dtype) -> Tensor: ...
 
 
 def bias_correction(step: Number, beta: float, dtype: torch.dtype) -> Number:

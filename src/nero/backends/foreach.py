@@ -8,7 +8,6 @@ cost, they are turned in place (:mod:`nero.backends.cpu`).
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from nero import rule
 from nero.backends import cpu, eager
@@ -43,15 +42,17 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
         states = [job.state for job in batch]
         sizes = [job.parameter.numel() for job in batch]
         # where waiting for the numbers costs nothing, look whether they are all the same
-        spread = device.type != "cpu" or len({float(state["step"]) for state in states}) > 1
+        together = device.type == "cpu" and len({float(state["step"]) for state in states}) == 1
+        if together and cpu.nudge(batch, settings):
+            continue
         owner = torch.repeat_interleave(
             torch.arange(len(batch), device=device), torch.tensor(sizes, device=device), output_size=sum(sizes)
         )
         update = rule.nudge(
-            torch.cat([_flat(job.parameter) for job in batch]).to(dtype),
-            torch.cat([_flat(job.grad) for job in batch]).to(dtype),
-            torch.cat([_flat(state["grad_norm"]) for state in states]),
-            torch.stack([state["step"] for state in states])[owner] if spread else states[0]["step"],
+            torch.cat([cpu.flat(job.parameter) for job in batch]).to(dtype),
+            torch.cat([cpu.flat(job.grad) for job in batch]).to(dtype),
+            torch.cat([cpu.flat(state["grad_norm"]) for state in states]),
+            states[0]["step"] if together else torch.stack([state["step"] for state in states])[owner],
             lr=settings.lr,
             beta=settings.beta,
             scale=torch.stack([state["scale"] for state in states])[owner]
@@ -59,21 +60,13 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             else settings.scale,
             pull=pull,
         )
-        _scatter([job.parameter for job in batch], update.parameter.split_with_sizes(sizes))
-        _scatter([state["grad_norm"] for state in states], update.grad_norm.split_with_sizes(sizes))
-        skipped = torch.zeros(len(batch), dtype=torch.int64, device=device).index_add_(0, owner, update.sat_out.long())
-        torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
-
-
-def _scatter(targets: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    shaped = [
-        part if target.dim() == 1 else part.view(target.shape) for target, part in zip(targets, parts, strict=True)
-    ]
-    torch._foreach_copy_(list(targets), shaped)
+        averages, parameters = [state["grad_norm"] for state in states], [job.parameter for job in batch]
+        torch._foreach_copy_(parameters, cpu.shaped(update.parameter.split_with_sizes(sizes), parameters))
+        torch._foreach_copy_(averages, cpu.shaped(update.grad_norm.split_with_sizes(sizes), averages))
+        if device.type != "cpu" or bool(update.sat_out.any()):  # elsewhere a look would have to wait
+            skipped = torch.zeros(len(batch), dtype=torch.int64, device=device)
+            skipped.index_add_(0, owner, update.sat_out.long())
+            torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:

@@ -5,12 +5,13 @@ instead of 100. Every optimiser runs at every step size of the paper's grid, and
 """
 
 import argparse
+import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -205,7 +206,9 @@ def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: flo
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked before any time is spent."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure (default: out)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for the figure and the record (default: out)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
     parser.add_argument("--quick", action="store_true", help="a small net for a few epochs: to see that it works")
     options = parser.parse_args(argv)
@@ -245,9 +248,19 @@ def main(argv: list[str] | None = None) -> int:
     default = next(run for run in runs if run.optimiser == "Nero" and run.rate == DEFAULT_RATE)
     path = options.out / "demo.png"
     draw(runs, best, default, plan, data.chance).savefig(path, dpi=200)
+    record = {
+        "seed": options.seed,
+        "torch": torch.__version__,
+        "plan": asdict(plan),
+        "runs": [asdict(run) for run in runs],
+    }
+    path.with_suffix(".json").write_text(json.dumps(record) + "\n")
     console.print(tabulate(best, default, data, test))
     console.print(verdict(best, default, data))
-    console.print(f"Learning curves: {path} ({time.perf_counter() - start:.0f} s)", soft_wrap=True)
+    console.print(
+        f"Learning curves: {path}; every run: {path.with_suffix('.json')} ({time.perf_counter() - start:.0f} s)",
+        soft_wrap=True,
+    )
     return 0
 
 

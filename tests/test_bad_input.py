@@ -207,6 +207,57 @@ def test_half_precision_for_two_thousand_steps(backend: str, dtype: torch.dtype)
     torch.testing.assert_close(weight.double().norm(dim=1), torch.ones(16).double(), rtol=0.01, atol=0)
 
 
+def test_a_gradient_after_a_huge_one_without_memory(backend: str):
+    """With beta = 0, infinity times zero lies in wait."""
+    for shape in ((3,), (3, 4)):
+        parameter = nn.Parameter(torch.randn(shape))
+        optimiser = nero.Nero([parameter], beta=0.0, backend=backend)
+        for size in (1e25, 1.0, 1e-25, 1.0):
+            parameter.grad = torch.randn(shape) * size
+            optimiser.step()
+            assert parameter.isfinite().all()
+            assert optimiser.state[parameter]["grad_norm"].isfinite().all()
+
+
+@pytest.mark.parametrize("factor", [1e25, 1e20, 1.0, 1e-20, 1e-25])
+def test_any_initial_norm_is_kept(backend: str, factor: float):
+    weight = nn.Parameter(torch.randn(4, 8) * factor)
+    size = weight.detach().double().norm(dim=1)
+    optimiser = nero.Nero([weight], fix_norm="initial", backend=backend)
+    for _ in range(3):
+        weight.grad = torch.randn(4, 8)
+        optimiser.step()
+    torch.testing.assert_close(weight.detach().double().norm(dim=1), size, rtol=1e-5, atol=0)
+
+
+def test_one_neuron_over_the_whole_tensor(backend: str):
+    weight = nn.Parameter(torch.randn(5, 6))
+    optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0, 1)}], backend=backend)
+    for _ in range(3):
+        weight.grad = torch.randn(5, 6)
+        optimiser.step()
+    assert optimiser.state[weight]["grad_norm"].shape == (1, 1)
+    assert float(weight.detach().norm()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_nan_weight_stays_where_it_is(backend: str):
+    weight = nn.Parameter(torch.randn(4, 8))
+    optimiser = nero.Nero([weight], backend=backend)
+    with torch.no_grad():
+        weight[1, 2] = math.nan
+    weight.grad = torch.randn(4, 8)
+    optimiser.step()
+    assert weight.isnan().sum() == 1
+
+
+def test_huge_steps_of_gains_stay_finite(backend: str):
+    layer = nn.LayerNorm(5)
+    optimiser = nero.Nero(layer, lr=1e30, scale=1e30, backend=backend)
+    layer.weight.grad = torch.randn(5)
+    optimiser.step()
+    assert layer.weight.isfinite().all()
+
+
 def test_zero_lr_and_zero_gradients_change_no_bit():
     """What torch's distributed checkpoints do to make an optimiser's state."""
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2))
@@ -293,16 +344,39 @@ def test_bad_roles(options: dict, message: str):
         nero.Nero([{"params": [nn.Parameter(torch.randn(4, 3))], **options}])
 
 
-def test_a_bad_lr_from_a_scheduler_is_caught():
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lr", math.nan),
+        ("lr", torch.tensor(-0.1)),
+        ("lr", "fast"),
+        ("beta", 1.5),
+        ("backend", "x"),
+        ("scale", -1.0),
+        ("fix_norm", "intial"),
+        ("on_nonfinite", "rais"),
+    ],
+)
+def test_an_option_spoilt_later_stops_the_step_before_it_begins(option: str, value: object):
     layer = nn.Linear(3, 2)
     optimiser = nero.Nero(layer)
-    optimiser.param_groups[1]["lr"] = math.nan
+    optimiser.param_groups[1][option] = value
     layer(torch.randn(1, 3)).sum().backward()
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ValueError, match="lr must be finite"):
+    with pytest.raises(ValueError, match=f"{option} must be"):
         optimiser.step()
     assert torch.equal(layer.weight, before["weight"])
-    assert torch.equal(layer.bias, before["bias"])
+    assert optimiser.state[layer.weight]["step"] == 0
+
+
+@pytest.mark.parametrize("group", [{}, {"params": [("name",)]}, {"params": nn.Linear(2, 2).to(torch.float8_e4m3fn)}])
+def test_a_group_that_fails_leaves_no_trace(group: dict):
+    optimiser, late = nero.Nero(nn.Linear(3, 2)), nn.Linear(3, 2)
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        optimiser.add_param_group(group)
+    assert len(optimiser.param_groups) == 2
+    optimiser.add_param_group({"params": late})
+    assert nero.is_balanced(late)
 
 
 @pytest.mark.parametrize(
@@ -375,6 +449,11 @@ def _with_short_average(saved: dict) -> dict:
     return saved
 
 
+def _with_nan_average(saved: dict) -> dict:
+    saved["state"][3]["grad_norm"][0] = math.nan
+    return saved
+
+
 def _without_average(saved: dict) -> dict:
     saved["state"][3].pop("grad_norm")
     return saved
@@ -394,18 +473,11 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
         (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
         (lambda: _without_average(_checkpoint(MODEL())), "grad_norm.*another optimiser"),
         (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias is shaped \(1,\)"),
+        (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None where"),
+        (lambda: _with_nan_average(_checkpoint(MODEL())), "must be finite"),
+        (lambda: {"state": {}, "param_groups": [{}]}, "lacks 'params'"),
+        (lambda: None, "but a NoneType"),
         (lambda: {"model": 1}, "not an optimiser's state_dict"),
-    ],
-    ids=[
-        "fewer layers",
-        "other shape",
-        "other names",
-        "Adam's",
-        "option missing",
-        "bad option",
-        "state missing",
-        "state short",
-        "no",
     ],
 )
 def test_a_checkpoint_that_does_not_fit(saved, message: str):

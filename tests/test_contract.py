@@ -163,6 +163,16 @@ def test_checkpoint_resumes_to_the_same_result(dtype: torch.dtype, saved_by: str
             torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+def test_an_edited_optimiser_loads_its_own_checkpoint():
+    model = network()
+    optimiser = nero.Nero(model)
+    for group in optimiser.param_groups:
+        group["fix_norm"] = "initial"
+    optimiser.load_state_dict(optimiser.state_dict())
+    train(model, optimiser, range(2))
+    assert nero.is_balanced(model)
+
+
 def test_loading_copies():
     model = network()
     optimiser = nero.Nero(model)
@@ -337,6 +347,8 @@ def test_weights_edited_between_steps_are_seen(backend: str):
                     optimiser.param_groups[0]["fix_mean"] = False
                 if step == 5:
                     optimiser.param_groups[0]["fix_mean"] = True
+                if step == 7:
+                    layer.weight.data = layer.weight.data.t().contiguous().t()
                 if step == 6:
                     layer.weight.grad[1] = 0
                     layer.weight[1] = 0
@@ -477,6 +489,18 @@ def test_sparse_gradients_are_the_dense_step(backend: str, role: str):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
+def test_sparse_gradients_of_pulled_gains_are_the_dense_step():
+    tables = [nn.Embedding(6, 1, sparse=sparse) for sparse in (False, True)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        optimiser = nero.Nero(table, gain_penalty=1.0)
+        for _ in range(3):
+            optimiser.zero_grad()
+            table(torch.tensor([1, 2])).sum().backward()
+            optimiser.step()
+    torch.testing.assert_close(tables[0].weight, tables[1].weight)
+
+
 def test_sparse_gradients_across_neurons_are_made_dense():
     results = []
     for sparse in (False, True):
@@ -502,6 +526,58 @@ def test_sparse_gradient_that_is_not_finite():
     assert optimiser.skipped == {"weight": 1}
     assert torch.equal(table.weight[2], before[2])
     assert not torch.equal(table.weight[5], before[5])
+
+
+def test_step_under_autocast_and_another_default_device():
+    """Neither may reach into the arithmetic of the step."""
+    results = []
+    for odd in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 40))
+        optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}])
+        for _ in range(3):
+            weight.grad = torch.randn(64, 40)
+            if odd:
+                with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+                    optimiser.step()
+            else:
+                optimiser.step()
+        results.append(weight.detach())
+    assert torch.equal(*results)
+
+
+@pytest.fixture
+def mesh():
+    """One process that is a whole device mesh."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_parameters_take_the_same_steps(backend: str, mesh):
+    """FSDP2 swaps the parameters for sharded ones; their state is sharded alike."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    plain = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    sharded = copy.deepcopy(plain)
+    for module in sharded:
+        for name, parameter in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    optimisers = [nero.Nero(model, backend=backend) for model in (plain, sharded)]
+    for seed in range(3):
+        fill_grads(plain, seed)
+        plain[2].weight.grad[0, 0] = math.nan if seed == 1 else 1.0
+        for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+            b.grad = distribute_tensor(a.grad, mesh, [Shard(0)])
+        for optimiser in optimisers:
+            optimiser.step()
+    for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(b.full_tensor(), a, rtol=0, atol=1e-6)
+    assert isinstance(optimisers[1].state[sharded[0].weight]["grad_norm"], DTensor)
+    assert optimisers[0].skipped == optimisers[1].skipped == {"2.weight": 1}
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")

@@ -156,6 +156,8 @@ def balance_after_step(
         >>> is_balanced(model)
         True
     """
+    if fix_norm not in (True, False, "initial"):
+        raise ValueError(f"fix_norm must be True, False or 'initial', but it is {fix_norm!r}")
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
         raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, not {optimiser!r}")
     neurons = [
@@ -223,10 +225,11 @@ def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
 
 
 def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+    roles = roles_of(model)
     parameters = dict(model.named_parameters())
-    for name, role in roles_of(model).items():
+    for name, role in roles.items():
+        if parameters[name].is_complex():
+            raise TypeError(f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
         if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
             yield name, parameters[name], role
 

@@ -17,6 +17,8 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
     if parameter.is_complex():
         raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
+    if parameter.is_floating_point() and parameter.dtype.itemsize < 2:
+        raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
     if getattr(parameter, "_is_flat_param", False):
@@ -28,14 +30,14 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise if an option of a group makes no sense."""
+def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
+    """Raise if an option of a group makes no sense. Without wait, no accelerator is waited for."""
     lr = options["lr"]
-    if isinstance(lr, Tensor):
-        if lr.numel() != 1:
-            raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
-        lr = lr.item()
-    _number("lr", lr, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
+    if wait or not isinstance(lr, Tensor) or lr.device.type == "cpu":
+        value = lr.item() if isinstance(lr, Tensor) else lr
+        _number("lr", value, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
     _number("beta", options["beta"], "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
     _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
     if options["scale"] is not None:

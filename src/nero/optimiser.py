@@ -1,6 +1,5 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias, overload
 
@@ -125,7 +124,7 @@ class Nero(torch.optim.Optimizer):
                 roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
                 self._roles.update(zip(group["params"], roles, strict=True))
                 self._waiting.append(group)
-        except (TypeError, ValueError):
+        except BaseException:
             del self.param_groups[count:]
             self._waiting = None if alone else self._waiting
             raise
@@ -156,12 +155,14 @@ class Nero(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        settings = [_settings(group) for group in self.param_groups]
+        if not torch.compiler.is_compiling():
+            for group in self.param_groups:  # anyone can have set anything since they were made
+                check_options(group, wait=False)
         for group in self.param_groups:
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
-        for group, options in zip(self.param_groups, settings, strict=True):
-            backends.step(group["backend"], self._jobs(group), options)
+        for group in self.param_groups:
+            backends.step(group["backend"], self._jobs(group), _settings(group))
         return loss
 
     @property
@@ -200,6 +201,8 @@ class Nero(torch.optim.Optimizer):
             ]
             return {**incoming, "state": {}, "param_groups": groups}
 
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"not an optimiser's state_dict, but a {type(state_dict).__name__}")
         before = self.register_load_state_dict_pre_hook(withhold)
         after = self.register_load_state_dict_post_hook(lambda _: self.state.update(loaded), prepend=True)
         try:
@@ -273,6 +276,8 @@ class Nero(torch.optim.Optimizer):
 
     def _named_like_the_others(self, group: dict[str, Any]) -> dict[str, Any]:
         """Torch wants all groups named or none; a user who adds a layer later need not care."""
+        if isinstance(group, dict) and "params" not in group:
+            raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
         if not isinstance(group, dict) or isinstance(group["params"], set) or not self.param_groups:
             return group  # torch has something to say to the first two
         params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
@@ -292,9 +297,11 @@ class Nero(torch.optim.Optimizer):
 
     def _checked_state(self, incoming: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
         """The state of a checkpoint by parameter, cast and placed; an error if it is not ours."""
-        if not isinstance(incoming, Mapping) or not {"state", "param_groups"} <= set(incoming):
+        saved_groups, saved_state = incoming.get("param_groups"), incoming.get("state")
+        if not isinstance(saved_state, Mapping) or not isinstance(saved_groups, list):
             raise ValueError("not an optimiser's state_dict: it lacks 'state' or 'param_groups'")
-        saved_groups = incoming["param_groups"]
+        if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved_groups):
+            raise ValueError("not an optimiser's state_dict: a group of it lacks 'params'")
         if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError(
                 f"the checkpoint has groups of {[len(group['params']) for group in saved_groups]} parameters, this "
@@ -303,7 +310,7 @@ class Nero(torch.optim.Optimizer):
             )
         checked = {}
         for number, (saved, own) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
-            missing = set(self.defaults) - set(saved) - {"differentiable"}
+            missing = set(self.defaults) - set(saved) - {"differentiable"}  # which torch adds when it unpickles
             if missing:
                 raise ValueError(
                     f"group {number} of the checkpoint lacks the options {sorted(missing)}: it was not written by "
@@ -315,17 +322,14 @@ class Nero(torch.optim.Optimizer):
                 saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
                 if "param_names" in own and saved_name != name:
                     raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
-                if key in incoming["state"]:
+                if key in saved_state:
                     role = _role({**saved, "params": own["params"]}, parameter)
-                    initial = saved["fix_norm"] == "initial"
-                    checked[parameter] = _checked_entry(name, parameter, role, initial, incoming["state"][key])
+                    checked[parameter] = _checked_entry(name, parameter, role, saved_state[key])
         return checked
 
 
 def _settings(group: dict[str, Any]) -> Settings:
-    lr = group["lr"]
-    if not isinstance(lr, Tensor) and not 0 <= lr < math.inf:  # a scheduler can set anything
-        raise ValueError(f"lr must be finite and not negative, but it is {lr}")
+    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     return Settings(
         -lr if group["maximize"] else lr, group["beta"], group["fix_mean"], group["fix_norm"], group["scale"]
     )
@@ -346,21 +350,19 @@ def _state_shape(parameter: Tensor, role: Role) -> list[int]:
     return [1 if axis in role.axes else size for axis, size in enumerate(shape)]
 
 
-def _checked_entry(
-    name: str, parameter: Tensor, role: Role, initial: bool, entry: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Tensor]:
     """One parameter's saved state, on its device and in the statistics' dtype."""
     by_neuron = tuple(_state_shape(parameter, role))
     wanted = {"step": (), "grad_norm": by_neuron, "skipped": ()}
     if role.kind != "neuron":
         wanted["scale"] = ()
-    elif initial and parameter.numel():
-        wanted["radius"] = by_neuron
     if not isinstance(entry, Mapping) or not set(wanted) <= set(entry):
+        found = sorted(entry) if isinstance(entry, Mapping) else repr(entry)
         raise ValueError(
-            f"the checkpoint's state of {name} has {sorted(entry)} where {sorted(wanted)} are needed: it is of "
+            f"the checkpoint's state of {name} has {found} where {sorted(wanted)} are needed: it is of "
             "another optimiser or model"
         )
+    wanted["radius"] = by_neuron  # if it is there: it is made when first asked for
     dtypes = {"step": torch.float32, "skipped": torch.int64}
     state = {}
     for key, value in entry.items():
@@ -370,6 +372,8 @@ def _checked_entry(
                 f"the checkpoint's {key} of {name} is shaped {tuple(tensor.shape)} where {wanted[key]} is needed: it "
                 "is of another model"
             )
+        if tensor.is_complex() or not bool(((tensor >= 0) & tensor.isfinite()).all()):
+            raise ValueError(f"the checkpoint's {key} of {name} must be finite and not negative")
         dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
         state[key] = tensor.to(device=parameter.device, dtype=dtype, copy=True)
     return state

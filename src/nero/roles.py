@@ -184,8 +184,9 @@ def param_groups(
         [('neuron', (1,), 0.02), ('bias', (), 0.02)]
     """
     groups: dict[Role, dict[str, Any]] = {}
+    roles = roles_of(model, overrides)
     parameters = dict(model.named_parameters())
-    for name, role in roles_of(model, overrides).items():
+    for name, role in roles.items():
         group = groups.setdefault(
             role,
             {
@@ -308,7 +309,7 @@ _WEIGHT_FIRST = (
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # what norms a weight is no norm layer: it holds neurons
-_NORM_NAME = re.compile(r"(?:(?<!Weight)(?<!Spectral)Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
+_NORM_NAME = re.compile(r"^(?!Linear|Conv).*(?:(?<!Weight)(?<!Spectral)Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
 _SHIFTS = ("bias", "beta", "shift", "offset")
 
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nero import rule
 from nero.backends import eager
-from nero.backends.job import Job, Settings
+from nero.backends.job import Job, Settings, flat, shaped
 from nero.balance import FixNorm, norm
 
 #: Weights worked on at a time: with their gradients, 32 MB in float32.
@@ -32,7 +32,7 @@ WIDEST = 0.5
 
 
 class _Sheet(NamedTuple):
-    """Weights as a matrix, their neurons' entries along one axis of it; or a piece of one, or several as one."""
+    """Weights as a matrix, their neurons' entries along one axis of it; or several such as one."""
 
     weight: Tensor
     grad: Tensor
@@ -41,17 +41,6 @@ class _Sheet(NamedTuple):
     loose: Tensor | None
     job: Job | None
     parts: tuple["_Sheet", ...] = ()
-
-    def piece(self, across: int, start: int, count: int) -> "_Sheet":
-        """Some of the neurons."""
-        cut = (across, start, count)
-        return self._replace(
-            weight=self.weight.narrow(*cut),
-            grad=self.grad.narrow(*cut),
-            average=self.average.narrow(*cut),
-            radius=None if self.radius is None else self.radius.narrow(*cut),
-            loose=None if self.loose is None else self.loose.narrow(*cut),
-        )
 
     def give_up(self, axis: int, step: float, settings: Settings) -> None:
         """Leave it to the rule; if it is several, those of them that are odd."""
@@ -65,6 +54,11 @@ class _Sheet(NamedTuple):
 
 def turn(jobs: Sequence[Job], settings: Settings) -> None:
     """Turn the neurons of every job, whose steps are counted already."""
+    with torch.autocast("cpu", enabled=False):  # some sums are matrix products, and must not become bf16's
+        _turn(jobs, settings)
+
+
+def _turn(jobs: Sequence[Job], settings: Settings) -> None:
     quick = bool(settings.fix_norm) and float(settings.lr) != 0
     alike: dict[tuple[float, int, torch.dtype], list[_Sheet]] = {}
     for job in jobs:
@@ -72,61 +66,46 @@ def turn(jobs: Sequence[Job], settings: Settings) -> None:
         if sheet is None:
             eager.finish(job, settings)
         else:
-            axis = job.axes[0] if job.parameter.dim() == 2 else 1
-            kind = (float(job.state["step"]), axis, sheet.average.dtype)
+            kind = (float(job.state["step"]), _forms[job.state["grad_norm"]].axis, sheet.average.dtype)
             alike.setdefault(kind, []).append(sheet)
     for (step, axis, _), sheets in alike.items():
-        _turn_sheets(list(_sized(sheets, 1 - axis)), axis, step, settings)
+        _turn_sheets(list(_gathered(sheets, 1 - axis)), axis, step, settings)
 
 
 def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
     """Nudge gains and biases whose steps are counted and equal; or, if any number is odd, change nothing."""
-    averages = [job.state["grad_norm"] for job in jobs]
-    dtype = averages[0].dtype
-    if not float(settings.lr) or any(job.pull or job.parameter.dtype != dtype for job in jobs):
+    averages, parameters = [job.state["grad_norm"] for job in jobs], [job.parameter for job in jobs]
+    lr, dtype = float(settings.lr), averages[0].dtype
+    if not 0 < abs(lr) < 1 or any(job.pull or job.parameter.dtype != dtype for job in jobs):
         return False
-    before = torch.cat([flat(average) for average in averages])
     grad = torch.cat([flat(job.grad) for job in jobs]).to(dtype)
-    average = (before.square_() * settings.beta).addcmul_(grad, grad, value=1 - settings.beta).sqrt_()
-    low, high, lowest, highest = torch.stack([*torch.aminmax(grad.abs()), *torch.aminmax(average)]).tolist()
-    if not (min(low, lowest) > ORDINARY[0] and max(high, highest) < ORDINARY[1]):
-        return False
-    rate = -float(settings.lr) * rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
-    sizes = [job.parameter.numel() for job in jobs]
-    parameters = [job.parameter for job in jobs]
+    before = torch.cat([flat(average) for average in averages])
+    average = before.square_().mul_(settings.beta).addcmul_(grad, grad, value=1 - settings.beta).sqrt_()
+    scales = (
+        torch.stack([job.state["scale"] for job in jobs])
+        if settings.scale is None
+        else before.new_tensor(settings.scale)
+    )
+    for numbers in (grad.abs(), average, scales):  # each by itself: a NaN compares as false
+        low, high = torch.stack(torch.aminmax(numbers)).tolist()
+        if not (low > ORDINARY[0] and high < ORDINARY[1]):
+            return False
+    rate = -lr * rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
+    sizes = [parameter.numel() for parameter in parameters]
     units = shaped(grad.div_(average).split_with_sizes(sizes), parameters)
-    if settings.scale is None:
-        torch._foreach_addcmul_(parameters, units, [job.state["scale"] for job in jobs], value=rate)
-    else:
-        torch._foreach_add_(parameters, units, alpha=rate * settings.scale)
+    torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=rate)
     torch._foreach_copy_(averages, shaped(average.split_with_sizes(sizes), averages))
     return True
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """The tensor as a vector."""
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
-
-
-def shaped(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Vectors in the shapes of other tensors."""
-    return [part if each.dim() == 1 else part.view(each.shape) for part, each in zip(parts, like, strict=True)]
-
-
-def _sized(sheets: Sequence[_Sheet], across: int) -> Iterator[_Sheet]:
-    """The sheets at a size that is good to work on: large ones cut between neurons, small ones together."""
+def _gathered(sheets: Sequence[_Sheet], across: int) -> Iterator[_Sheet]:
+    """The sheets, small ones of the same fan-in together."""
     small: dict[int, list[_Sheet]] = {}
     for sheet in sheets:
-        size, total = sheet.weight.numel(), sheet.weight.shape[across]
-        if size <= SMALL:
-            small.setdefault(size // total, []).append(sheet)
-            continue
-        most = max(1, PIECE * total // size)
-        if total <= most:
+        if sheet.weight.numel() > SMALL:
             yield sheet
         else:
-            for start in range(0, total, most):
-                yield sheet.piece(across, start, min(most, total - start))
+            small.setdefault(sheet.weight.shape[1 - across], []).append(sheet)
     for alike in small.values():
         yield alike[0] if len(alike) == 1 else _together(alike, across)
 
@@ -149,11 +128,12 @@ def _together(sheets: Sequence[_Sheet], across: int) -> _Sheet:
 
 @dataclass(slots=True)
 class _Form:
-    """What the short path remembers of a tensor."""
+    """What the short path remembers of a tensor; it holds its memory, so that no other can get its place."""
 
-    at: int
+    at: tuple[int, tuple[int, ...]]  # where the weights are, and their strides
     weight: Tensor  # as a matrix
-    order: list[int] | None  # of the axes that make it one
+    axis: int  # of its fan-in
+    order: list[int] | None  # of the axes that make it a matrix
     version: int | None = None  # torch's count of the changes to the weights when last looked at
     held: tuple[bool, FixNorm] | None = None  # to which constraints
     loose: Tensor | None = None  # the neurons that were not balanced then
@@ -167,20 +147,25 @@ def _sheet(job: Job, settings: Settings) -> _Sheet | None:
     """The job as a sheet, if its neurons can take the short path."""
     average = job.state["grad_norm"]
     form: _Form | None = _forms.get(average)  # type: ignore[no-untyped-call]
-    if form is None or form.at != job.parameter.data_ptr() or form.weight.numel() != job.parameter.numel():
+    if form is None or form.at != (job.parameter.data_ptr(), job.parameter.stride()):
         form = _form(job)
         if form is None:
             return None
         _forms[average] = form
     if job.grad.dtype != average.dtype:
         return None
+    radius = None
+    if settings.fix_norm == "initial":
+        radius = job.state["radius"]
+        low, high = torch.stack(torch.aminmax(radius)).tolist()
+        if not (low > ORDINARY[0] and high < ORDINARY[1]):
+            return None
     # what has not been touched since the last turn is still balanced, and need not be measured again
     held = (settings.fix_mean, settings.fix_norm)
     if form.version != job.parameter._version or form.held != held:
         form.loose, form.held, form.version = _loose(job, settings), held, job.parameter._version
     if form.loose is not None and bool(form.loose.all()):
         return None
-    radius = job.state["radius"] if settings.fix_norm == "initial" else None
     if form.order is None:
         return _Sheet(form.weight, job.grad, average, radius, form.loose, job)
     return _Sheet(
@@ -198,15 +183,16 @@ def _form(job: Job) -> _Form | None:
     weight, average = job.parameter, job.state["grad_norm"]
     if weight.dtype != average.dtype or not 2 < weight.numel() // average.numel() <= LONGEST:
         return None
-    if weight.dim() == 2:
-        return _Form(weight.data_ptr(), weight, None)
+    at = (weight.data_ptr(), weight.stride())
+    if weight.dim() == 2 and len(job.axes) == 1:
+        return _Form(at, weight.detach(), job.axes[0], None)
     neurons = [axis for axis in range(weight.dim()) if axis not in job.axes]
     order = neurons + sorted(job.axes, key=weight.stride, reverse=True)
     try:
-        view = weight.permute(order).view(average.numel(), -1)
+        view = weight.detach().permute(order).view(average.numel(), -1)
     except RuntimeError:  # torch's way to say that no view will do
         return None
-    return _Form(weight.data_ptr(), view, order)
+    return _Form(at, view, 1, order)
 
 
 def _loose(job: Job, settings: Settings) -> Tensor | None:
@@ -214,7 +200,7 @@ def _loose(job: Job, settings: Settings) -> Tensor | None:
     weight, average = job.parameter, job.state["grad_norm"]
     radius = job.state["radius"] if settings.fix_norm == "initial" else 1.0
     rounding = 8 * torch.finfo(weight.dtype).eps
-    loose = (norm(weight, job.axes) / radius - 1).abs() > rounding
+    loose = ~((norm(weight, job.axes) / radius - 1).abs() <= rounding)
     if settings.fix_mean:
         drift = weight.mean(job.axes, keepdim=True) * math.sqrt(weight.numel() // average.numel())
         loose |= drift.abs() > rounding * radius
@@ -226,7 +212,7 @@ def _turn_sheets(sheets: Sequence[_Sheet], axis: int, step: float, settings: Set
     across = 1 - axis
     counts = [sheet.average.shape[across] for sheet in sheets]
     largest = max(sheet.weight.numel() for sheet in sheets) if axis == 0 else 0
-    scratch = torch.empty(largest, dtype=sheets[0].weight.dtype)
+    scratch = sheets[0].weight.new_empty(largest)
     length = _join([_norm(sheet.grad, axis, scratch) for sheet in sheets], across)
     before = _join([sheet.average for sheet in sheets], across)
     average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
@@ -235,7 +221,7 @@ def _turn_sheets(sheets: Sequence[_Sheet], axis: int, step: float, settings: Set
         radius = _join([sheet.radius for sheet in sheets if sheet.radius is not None], across)
     scale = radius if settings.scale is None else settings.scale
     factor = -float(settings.lr) * rule.bias_correction(step, settings.beta, length.dtype) * scale / average
-    angle = (factor * length / radius).nan_to_num_(0.0)  # 0 / 0: a neuron that has never moved
+    angle = factor * length / radius  # not a number for a neuron that has never moved, nor for a bad lr
 
     low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
     still: Sequence[Tensor | None] = [None] * len(sheets)
@@ -265,27 +251,42 @@ def _turn_sheets(sheets: Sequence[_Sheet], axis: int, step: float, settings: Set
         still = [each.flatten().nonzero()[:, 0] for each in resting]
 
     for sheet, each, idle in zip(sheets, _part(factor, counts, across), still, strict=True):
-        weight = sheet.weight
-        kept = None if idle is None else weight.index_select(across, idle)
-        weight.addcmul_(sheet.grad, each)
-        if settings.fix_mean:
-            weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
-        stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
-        weight.mul_(stretch if sheet.radius is None else stretch.mul_(sheet.radius))
+        kept = None if idle is None else sheet.weight.index_select(across, idle)
+        for weight, grad, by, held in _pieces(across, sheet.weight, sheet.grad, each, sheet.radius):
+            weight.addcmul_(grad, by)
+            if settings.fix_mean:
+                weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
+            stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
+            weight.mul_(stretch if held is None else stretch.mul_(held))
         if idle is not None and kept is not None:
-            weight.index_copy_(across, idle, kept)
+            sheet.weight.index_copy_(across, idle, kept)
         if sheet.parts:
             here = [part.weight for part in sheet.parts]
-            torch._foreach_copy_(here, list(weight.split_with_sizes([each.shape[across] for each in here], across)))
+            torch._foreach_copy_(
+                here, list(sheet.weight.split_with_sizes([each.shape[across] for each in here], across))
+            )
 
     single = [part for sheet in sheets for part in sheet.parts or (sheet,)]
     counts = [sheet.average.shape[across] for sheet in single]
     torch._foreach_copy_([sheet.average for sheet in single], list(_part(average, counts, across)))
     for sheet in single:
         assert sheet.job is not None
-        form = _forms[sheet.job.state["grad_norm"]]
-        if form.version is not None:  # else another piece of it went to the rule
-            form.version = sheet.job.parameter._version
+        _forms[sheet.job.state["grad_norm"]].version = sheet.job.parameter._version
+
+
+def _pieces(
+    across: int, weight: Tensor, grad: Tensor, factor: Tensor, radius: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """A sheet cut between its neurons into equal pieces that stay in cache."""
+    total = weight.shape[across]
+    count = min(total, -(-weight.numel() // PIECE))
+    if count == 1:
+        yield weight, grad, factor, radius
+        return
+    for start in range(0, total, most := -(-total // count)):
+        cut = (across, start, min(most, total - start))
+        part = None if radius is None else radius.narrow(*cut)
+        yield weight.narrow(*cut), grad.narrow(*cut), factor.narrow(*cut), part
 
 
 def _at_rest(sheet: _Sheet, length: Tensor, axis: int) -> Tensor:
@@ -313,4 +314,4 @@ def _norm(sheet: Tensor, axis: int, scratch: Tensor) -> Tensor:
 def _sum(sheet: Tensor, axis: int) -> Tensor:
     if axis == 1:
         return sheet.sum(1, keepdim=True)
-    return torch.ones(1, sheet.shape[0], dtype=sheet.dtype).mm(sheet)
+    return torch.mm(torch.ones(1, sheet.shape[0], dtype=sheet.dtype, device=sheet.device), sheet)

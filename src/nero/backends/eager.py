@@ -24,13 +24,19 @@ def finish(job: Job, settings: Settings) -> None:
     update = apply_rule(job, settings)
     job.parameter.copy_(update.parameter)
     job.state["grad_norm"].copy_(update.grad_norm)
-    job.state["skipped"].add_(update.sat_out.sum())
+    _count(job, update.sat_out)
+
+
+def _count(job: Job, sat_out: Tensor) -> None:
+    count = sat_out.sum()
+    # of a sharded tensor the sum is sharded too, and the count is not
+    job.state["skipped"].add_(count.full_tensor() if hasattr(count, "full_tensor") else count)
 
 
 def _finish_sparse(job: Job, settings: Settings) -> None:
     """The dense step, on the rows that have a gradient; of the others, only the averages fade."""
     grad = job.grad.coalesce()
-    if grad.sparse_dim() != 1 or 0 in job.axes:
+    if grad.sparse_dim() != 1 or 0 in job.axes or job.pull:
         finish(job._replace(grad=grad.to_dense()), settings)
         return
     rows = grad.indices()[0]
@@ -39,4 +45,4 @@ def _finish_sparse(job: Job, settings: Settings) -> None:
     update = apply_rule(touched, settings)
     job.parameter.index_copy_(0, rows, update.parameter.to(job.parameter.dtype))
     job.state["grad_norm"].mul_(math.sqrt(settings.beta)).index_copy_(0, rows, update.grad_norm)
-    job.state["skipped"].add_(update.sat_out.sum())
+    _count(job, update.sat_out)

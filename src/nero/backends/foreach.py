@@ -8,10 +8,11 @@ cost, they are turned in place (:mod:`nero.backends.cpu`).
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero import rule
 from nero.backends import cpu, eager
-from nero.backends.job import Job, Settings, apply_rule
+from nero.backends.job import Job, Settings, apply_rule, flat, shaped
 
 #: Tensors of one shape are stacked up to this many entries, to be turned together.
 STACK = 1 << 24
@@ -25,8 +26,9 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     gains: list[Job] = []
     neurons: list[Job] = []
     for job in jobs:
-        if job.grad.layout is not torch.strided:
-            eager.finish(job, settings)
+        wrapped: bool = is_traceable_wrapper_subclass(job.parameter)
+        if job.grad.layout is not torch.strided or wrapped:
+            eager.finish(job, settings)  # sparse; or sharded, where views and pointers are not what they seem
         else:
             (neurons if job.axes else gains).append(job)
     _nudge(gains, settings)
@@ -49,9 +51,9 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             torch.arange(len(batch), device=device), torch.tensor(sizes, device=device), output_size=sum(sizes)
         )
         update = rule.nudge(
-            torch.cat([cpu.flat(job.parameter) for job in batch]).to(dtype),
-            torch.cat([cpu.flat(job.grad) for job in batch]).to(dtype),
-            torch.cat([cpu.flat(state["grad_norm"]) for state in states]),
+            torch.cat([flat(job.parameter) for job in batch]).to(dtype),
+            torch.cat([flat(job.grad) for job in batch]).to(dtype),
+            torch.cat([flat(state["grad_norm"]) for state in states]),
             states[0]["step"] if together else torch.stack([state["step"] for state in states])[owner],
             lr=settings.lr,
             beta=settings.beta,
@@ -61,8 +63,8 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             pull=pull,
         )
         averages, parameters = [state["grad_norm"] for state in states], [job.parameter for job in batch]
-        torch._foreach_copy_(parameters, cpu.shaped(update.parameter.split_with_sizes(sizes), parameters))
-        torch._foreach_copy_(averages, cpu.shaped(update.grad_norm.split_with_sizes(sizes), averages))
+        torch._foreach_copy_(parameters, shaped(update.parameter.split_with_sizes(sizes), parameters))
+        torch._foreach_copy_(averages, shaped(update.grad_norm.split_with_sizes(sizes), averages))
         if device.type != "cpu" or bool(update.sat_out.any()):  # elsewhere a look would have to wait
             skipped = torch.zeros(len(batch), dtype=torch.int64, device=device)
             skipped.index_add_(0, owner, update.sat_out.long())

@@ -1,5 +1,6 @@
 """What a backend is handed: one parameter's step, and the options of its group."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,3 +53,13 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
         scale=settings.scale,
         radius=state["radius"] if settings.fix_norm == "initial" else 1.0,
     )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The tensor as a vector."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def shaped(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Vectors in the shapes of other tensors."""
+    return [part if each.dim() == 1 else part.view(each.shape) for part, each in zip(parts, like, strict=True)]

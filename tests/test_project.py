@@ -83,6 +83,14 @@ def test_the_readme_quotes_the_benchmarks_record():
     assert statistics.fmean(float(state) for *_, state in quoted) <= 1
 
 
+def test_the_readme_quotes_the_demos_record():
+    runs = json.loads((ROOT / "docs/figures/demo.json").read_text())["runs"]
+    best = max((run for run in runs if run["optimiser"] == "Nero"), key=lambda run: run["training"])
+    assert best["rate"] == 0.01
+    assert f"Nero gets {best['training']:.0%} of the training digits" in README
+    assert all(run["training"] < 0.13 for run in runs if run["optimiser"] != "Nero")
+
+
 def test_the_demo_runs(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/demo.py"), "--quick", "--out", str(tmp_path)],

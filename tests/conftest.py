@@ -4,7 +4,7 @@ import hypothesis
 import pytest
 import torch
 
-from nero.backends import BACKENDS, cpu
+from nero.backends import BACKENDS, cpu, foreach
 
 # examples are derived from the test alone: a run today is the run of tomorrow
 hypothesis.settings.register_profile(
@@ -24,11 +24,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-@pytest.fixture(params=[*BACKENDS, "foreach, in pieces"])
+@pytest.fixture(params=[*BACKENDS, "foreach, in pieces", "foreach, in stacks"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every backend; foreach also with small tensors turned as it turns large ones on a CPU, in pieces."""
+    """Every backend; foreach also with small tensors in pieces, as large ones on a CPU, and in stacks, as on a GPU."""
     if request.param == "foreach, in pieces":
         monkeypatch.setattr(cpu, "SMALL", 0)
         monkeypatch.setattr(cpu, "PIECE", 20)
+        return "foreach"
+    if request.param == "foreach, in stacks":
+        monkeypatch.setattr(cpu, "turn", foreach._turn_stacks)
+        monkeypatch.setattr(foreach, "STACK", 100)
         return "foreach"
     return str(request.param)

@@ -159,6 +159,17 @@ def test_balance_after_step_wants_an_optimiser(optimiser):
         nero.balance_after_step(optimiser, nn.Linear(2, 2))
 
 
+def test_balance_after_step_wants_a_known_constraint():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="fix_norm must be"):
+        nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, fix_norm="x")
+
+
+def test_complex_neurons_are_refused():
+    with pytest.raises(TypeError, match=r"complex.*view_as_real"):
+        nero.balance_(nn.Linear(3, 2, dtype=torch.complex64))
+
+
 @pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
 def test_balance_wants_a_module(call):
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, not list"):

@@ -1,7 +1,7 @@
 """Nero, the neuronal rotator: each step turns every neuron through an angle and keeps it balanced.
 
 Example:
-    >>> import nero
+    >>> import nero, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
     >>> optimiser = nero.Nero(model)
     >>> model(torch.randn(4, 8)).square().mean().backward()

@@ -309,7 +309,7 @@ _WEIGHT_FIRST = (
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # what norms a weight is no norm layer: it holds neurons
-_NORM_NAME = re.compile(r"^(?!Linear|Conv).*(?:(?<!Weight)(?<!Spectral)Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
+_NORM_NAME = re.compile(r"(?:(?<!Weight)(?<!Spectral)(?<!Linear)(?<!Conv)Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
 _SHIFTS = ("bias", "beta", "shift", "offset")
 
 

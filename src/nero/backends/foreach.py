@@ -72,21 +72,21 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
-    here: list[Job] = []
+    here = [job for job in jobs if job.parameter.device.type == "cpu"]
+    cpu.turn(here, settings)
+    _turn_stacks([job for job in jobs if job.parameter.device.type != "cpu"], settings)
+
+
+def _turn_stacks(jobs: Sequence[Job], settings: Settings) -> None:
     stackable: dict[tuple[object, ...], list[Job]] = {}
     for job in jobs:
         weight = job.parameter
-        if weight.device.type == "cpu":
-            here.append(job)
-        else:
-            kind = (weight.device, weight.shape, job.axes, weight.dtype, job.grad.dtype)
-            stackable.setdefault(kind, []).append(job)
+        kind = (weight.device, weight.shape, job.axes, weight.dtype, job.grad.dtype)
+        stackable.setdefault(kind, []).append(job)
     for alike in stackable.values():
         most = max(1, STACK // alike[0].parameter.numel())
         for start in range(0, len(alike), most):
             _turn_stack(alike[start : start + most], settings)
-    if here:
-        cpu.turn(here, settings)
 
 
 def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:

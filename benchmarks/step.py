@@ -8,7 +8,10 @@ import argparse
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
@@ -154,12 +157,10 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+    if shutil.which("lscpu"):
+        listing = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+        found = re.search(r"^Model name:\s*(.+)$", listing, re.MULTILINE)
+        name = found[1].strip() if found else name
     return f"{name}, {platform.machine()}, {os.cpu_count()} cores"
 
 

@@ -327,6 +327,27 @@ def test_a_gradient_of_another_layout_or_dtype(backend: str):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
 
 
+def test_small_tensors_turned_together_keep_their_own_troubles(backend: str):
+    """One of several tensors of one fan-in has a NaN, one a resting neuron, one a constant one."""
+    results = []
+    for each in ("eager", backend):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(4, 9, dtype=torch.float64)) for _ in range(4)]
+        with torch.no_grad():
+            weights[3][2] = 0.5
+        optimiser = nero.Nero(weights, backend=each)
+        for step in range(5):
+            for weight in weights:
+                weight.grad = torch.randn(4, 9, dtype=torch.float64)
+            weights[0].grad[1, 1] = math.nan if step in (1, 3) else 1.0
+            weights[1].grad[3] = 0
+            weights[3].grad[2] *= step > 2
+            optimiser.step()
+        results.append([weight.detach() for weight in weights])
+        assert optimiser.skipped == {"parameter 0 of group 0": 2}
+    torch.testing.assert_close(*results, rtol=0, atol=1e-12)
+
+
 def test_weights_edited_between_steps_are_seen(backend: str):
     """The short path trusts what it balanced itself, and notices what others did."""
     results = []

@@ -221,7 +221,7 @@ def _turn_sheets(sheets: Sequence[_Sheet], axis: int, step: float, settings: Set
         radius = _join([sheet.radius for sheet in sheets if sheet.radius is not None], across)
     scale = radius if settings.scale is None else settings.scale
     factor = -float(settings.lr) * rule.bias_correction(step, settings.beta, length.dtype) * scale / average
-    angle = factor * length / radius  # not a number for a neuron that has never moved, nor for a bad lr
+    angle = factor * length / radius  # NaN, and so not ordinary, for a neuron that has never moved and for a bad lr
 
     low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
     still: Sequence[Tensor | None] = [None] * len(sheets)
@@ -307,7 +307,7 @@ def _norm(sheet: Tensor, axis: int, scratch: Tensor) -> Tensor:
     if axis == 1:
         size: Tensor = torch.linalg.vector_norm(sheet, dim=1, keepdim=True)
         return size
-    # torch's own norm of a column takes five times as long
+    # torch's own norm is not vectorised down columns; a product with ones is
     return _sum(torch.mul(sheet, sheet, out=scratch[: sheet.numel()].view(sheet.shape)), axis).sqrt_()
 
 

@@ -1,8 +1,13 @@
 """Shared settings of the tests."""
 
+import os
+
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; to be said before Triton is imported
 
 from nero.backends import BACKENDS, cpu, foreach
 
@@ -24,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-@pytest.fixture(params=[*BACKENDS, "foreach, in pieces", "foreach, in stacks"])
+@pytest.fixture(params=[*BACKENDS, "triton", "foreach, in pieces", "foreach, in stacks"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every backend; foreach also with small tensors in pieces, as large ones on a CPU, and in stacks, as on a GPU."""
     if request.param == "foreach, in pieces":

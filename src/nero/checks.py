@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from nero.backends import BACKENDS
+from nero.backends import CHOICES, has_triton, triton
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -30,14 +30,31 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
 
 
-def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
-    """Raise if an option of a group makes no sense. Without wait, no accelerator is waited for."""
-    lr = options["lr"]
+def check_for_kernels(name: str, *tensors: Tensor) -> None:
+    """Raise if a parameter is not one for Triton's kernels, which were asked for by name."""
+    instead = "use backend='foreach', or 'auto' for the fastest that serves"
+    if not has_triton():
+        raise ImportError(
+            f"backend='triton' needs Triton (pip install triton), for {name} as for all others; {instead}"
+        )
+    for tensor, what in zip(tensors, ("", "the gradient of "), strict=False):
+        reason = triton.why_not(tensor)
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot step {name}: {what}{name} is {reason}; {instead}")
+
+
+def check_lr(lr: object, wait: bool = True) -> None:
+    """Raise if a learning rate makes no sense. Without wait, no accelerator is waited for."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
     if wait or not isinstance(lr, Tensor) or lr.device.type == "cpu":
         value = lr.item() if isinstance(lr, Tensor) else lr
         _number("lr", value, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
+
+
+def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
+    """Raise if an option of a group makes no sense. Without wait, no accelerator is waited for."""
+    check_lr(options["lr"], wait)
     _number("beta", options["beta"], "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
     _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
     if options["scale"] is not None:
@@ -46,7 +63,8 @@ def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
     _one_of("fix_norm", options["fix_norm"], [True, False, "initial"])
     _one_of("maximize", options["maximize"], [True, False])
     _one_of("on_nonfinite", options["on_nonfinite"], ["skip", "raise"])
-    _one_of("backend", options["backend"], ["auto", *BACKENDS])
+    _one_of("backend", options["backend"], list(CHOICES))
+    _one_of("rounding", options["rounding"], ["nearest", "stochastic"])
     _one_of("role", options["role"], [None, "neuron", "gain", "bias"])
 
 

@@ -1,6 +1,8 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -8,12 +10,31 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.backends import Backend, Job, Settings
+from nero.backends.triton import Line, Rate, Sweep, form_of, why_not
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_options, check_parameter
+from nero.checks import check_for_kernels, check_lr, check_options, check_parameter
 from nero.roles import Role, param_groups, role_from_shape
+from nero.rounding import Rounding
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
+
+_PARAMS, _AVERAGE = itemgetter("params"), itemgetter("grad_norm")
+#: All options but the learning rate, which may change at each step.
+_OPTIONS = itemgetter(
+    "beta",
+    "fix_mean",
+    "fix_norm",
+    "scale",
+    "gain_penalty",
+    "maximize",
+    "on_nonfinite",
+    "rounding",
+    "backend",
+    "role",
+    "fan_in_axes",
+    "fan_in_groups",
+)
 
 
 class Nero(torch.optim.Optimizer):
@@ -46,7 +67,10 @@ class Nero(torch.optim.Optimizer):
             number: ``"skip"`` lets it sit out that step and counts it in :attr:`skipped`;
             ``"raise"`` stops with a ``FloatingPointError`` before anything has changed, at the
             price of waiting for the gradients.
-        backend: ``"eager"``, ``"foreach"``, or ``"auto"`` for the fastest that serves.
+        rounding: how half-precision parameters are rounded: to ``"nearest"``, or ``"stochastic"``, up or down by
+            chance, so that steps too small for the dtype are made now and then instead of never
+            (reproducible from ``torch.manual_seed``).
+        backend: ``"eager"``, ``"foreach"``, ``"triton"``, or ``"auto"`` for the fastest that serves.
 
     Every option can be given for a group alone. A group can also carry ``role`` (``"neuron"``,
     ``"gain"``, ``"bias"``, or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``,
@@ -77,6 +101,7 @@ class Nero(torch.optim.Optimizer):
         gain_penalty: float = 0.0,
         maximize: bool = False,
         on_nonfinite: OnNonfinite = "skip",
+        rounding: Rounding = "nearest",
         backend: Backend = "auto",
     ) -> None:
         defaults: dict[str, Any] = {
@@ -88,6 +113,7 @@ class Nero(torch.optim.Optimizer):
             "gain_penalty": gain_penalty,
             "maximize": maximize,
             "on_nonfinite": on_nonfinite,
+            "rounding": rounding,
             "backend": backend,
             "role": None,
             "fan_in_axes": None,
@@ -96,6 +122,7 @@ class Nero(torch.optim.Optimizer):
         check_options(defaults)
         self._roles: dict[Tensor, Role] = {}
         self._waiting: list[dict[str, Any]] | None = []
+        self._forget()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._let_in()
 
@@ -155,14 +182,16 @@ class Nero(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not torch.compiler.is_compiling():
-            for group in self.param_groups:  # anyone can have set anything since they were made
-                check_options(group, wait=False)
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
+            self._check_options()
         for group in self.param_groups:
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
-        for group in self.param_groups:
-            backends.step(group["backend"], self._jobs(group), _settings(group))
+        left = [group["params"] for group in self.param_groups] if compiling else self._sweep()
+        for group, parameters in zip(self.param_groups, left, strict=True):
+            if parameters:
+                backends.step(group["backend"], self._jobs(group, parameters), _settings(group))
         return loss
 
     @property
@@ -180,6 +209,7 @@ class Nero(torch.optim.Optimizer):
         super().__setstate__(state)
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
+        self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
@@ -211,31 +241,122 @@ class Nero(torch.optim.Optimizer):
             before.remove()
             after.remove()
 
-    def _jobs(self, group: dict[str, Any]) -> list[Job]:
-        jobs = []
-        initial = group["fix_norm"] == "initial"
+    def _forget(self) -> None:
+        """Plan anew at the next step."""
+        self._sweeps: list[Sweep] = []
+        self._captured: list[Sweep] = []
+        self._left: list[list[Tensor]] = []
+        self._options: list[tuple[Any, ...]] = []
+        self._planned: tuple[list[Tensor], list[Tensor | None]] | None = None
+
+    def _jobs(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> list[Job]:
+        return [
+            self._job(group, parameter, parameter.grad)
+            for parameter in parameters
+            if parameter.grad is not None and parameter.requires_grad and parameter.numel()
+        ]
+
+    def _job(self, group: dict[str, Any], parameter: Tensor, grad: Tensor) -> Job:
+        if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
+            self._roles[parameter] = _role(group, parameter)
+        role = self._roles[parameter]
+        state = self.state[parameter]
+        if not state:
+            state = self._take_in(parameter, role, group)
+        if group["fix_norm"] == "initial" and role.kind == "neuron" and "radius" not in state:
+            state["radius"] = initial_radius(parameter, role)
+        if role.fan_in_groups > 1:
+            grad = role.view(grad.to_dense() if grad.is_sparse else grad)
         pull = -group["gain_penalty"] if group["maximize"] else group["gain_penalty"]
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None or not parameter.requires_grad or not parameter.numel():
-                continue
-            if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
-                self._roles[parameter] = _role(group, parameter)
-            role = self._roles[parameter]
-            state = self.state[parameter]
-            if not state:
-                state = self._take_in(parameter, role, group)
-            if initial and role.kind == "neuron" and "radius" not in state:
-                state["radius"] = initial_radius(parameter, role)
-            if role.fan_in_groups > 1:
-                grad = role.view(grad.to_dense() if grad.is_sparse else grad)
-            jobs.append(Job(role.view(parameter), grad, state, role.axes, pull if role.kind == "gain" else 0.0))
-        return jobs
+        return Job(role.view(parameter), grad, state, role.axes, pull if role.kind == "gain" else 0.0)
+
+    def _sweep(self) -> list[list[Tensor]]:
+        """Let Triton's kernels step what they can. What is left for the other backends, by group."""
+        if not self._is_as_planned():
+            self._plan()
+        found = [sweep.look() for sweep in self._sweeps]
+        if any(addresses is None for addresses in found):
+            self._plan()
+            found = [sweep.look() for sweep in self._sweeps]
+        rates = [Rate(group["lr"], -1.0 if group["maximize"] else 1.0) for group in self.param_groups]
+        for sweep, addresses in zip(self._sweeps, found, strict=True):
+            assert addresses is not None
+            sweep.launch(addresses, rates)
+        return self._left
+
+    def _check_options(self) -> None:
+        """Check what anyone can have set since the groups were made."""
+        options = list(map(_OPTIONS, self.param_groups))
+        if options != self._options:
+            for group in self.param_groups:
+                check_options(group, wait=False)
+            self._options, self._planned = options, None
+        for group in self.param_groups:
+            check_lr(group["lr"], wait=False)
+
+    def _is_as_planned(self) -> bool:
+        """Whether the parameters and states are those of the plan, and nothing that was left could join it."""
+        if self._planned is None:
+            return False
+        parameters, averages = self._planned
+        return (
+            sum(map(len, map(_PARAMS, self.param_groups))) == len(parameters)
+            and len(self.state) == len(averages)
+            and all(map(is_, chain.from_iterable(map(_PARAMS, self.param_groups)), parameters))
+            and all(map(is_, map(_AVERAGE, self.state.values()), averages))
+            and not any(
+                self._line(number, group, parameter) is not None
+                for number, (group, left) in enumerate(zip(self.param_groups, self._left, strict=True))
+                for parameter in left
+            )
+        )
+
+    def _plan(self) -> None:
+        """Deal the parameters out to sweeps, one for each device, and to the other backends."""
+        lines: dict[torch.device, list[Line]] = {}
+        self._left = []
+        for number, group in enumerate(self.param_groups):
+            rest = []
+            for parameter in group["params"]:
+                line = self._line(number, group, parameter)
+                if line is None:
+                    rest.append(parameter)
+                else:
+                    lines.setdefault(parameter.device, []).append(line)
+            self._left.append(rest)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() and lines:
+            raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
+        self._captured += [sweep for sweep in self._sweeps if sweep.captured]  # graphs still use their tables
+        self._sweeps = [Sweep(each) for each in lines.values()]
+        self._planned = (
+            list(chain.from_iterable(map(_PARAMS, self.param_groups))),
+            [state.get("grad_norm") for state in self.state.values()],
+        )
+
+    def _line(self, number: int, group: dict[str, Any], parameter: Tensor) -> Line | None:
+        """A parameter's place in a sweep, if it can have one."""
+        by_name = group["backend"] == "triton"
+        by_itself = group["backend"] == "auto" and parameter.is_cuda and backends.has_triton()
+        if not (by_name or by_itself) or not parameter.numel():
+            return None
+        grad = parameter.grad if parameter.requires_grad else None
+        seen = [parameter] if grad is None else [parameter, grad]
+        if any(map(why_not, seen)):
+            if by_name:
+                index = next(i for i, each in enumerate(group["params"]) if each is parameter)
+                check_for_kernels(self._name_of(group, index), *seen)
+            return None
+        if grad is None and not self.state.get(parameter):
+            return None  # frozen, so far
+        job = self._job(group, parameter, parameter if grad is None else grad)
+        return None if form_of(job) is None else Line(parameter, job, _settings(group), number)
 
     def _checked_role(self, group: dict[str, Any], index: int) -> Role:
         """A parameter's role, if Nero can train it in that."""
         name, parameter = self._name_of(group, index), group["params"][index]
         check_parameter(name, parameter)
+        if group["backend"] == "triton":
+            check_for_kernels(name, parameter)
         try:
             return _role(group, parameter)
         except ValueError as error:
@@ -331,7 +452,12 @@ class Nero(torch.optim.Optimizer):
 def _settings(group: dict[str, Any]) -> Settings:
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
     return Settings(
-        -lr if group["maximize"] else lr, group["beta"], group["fix_mean"], group["fix_norm"], group["scale"]
+        -lr if group["maximize"] else lr,
+        group["beta"],
+        group["fix_mean"],
+        group["fix_norm"],
+        group["scale"],
+        group["rounding"],
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nero.backends.job import Job, Settings, apply_rule
+from nero.rounding import rounded
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
@@ -22,7 +23,7 @@ def finish(job: Job, settings: Settings) -> None:
         _finish_sparse(job, settings)
         return
     update = apply_rule(job, settings)
-    job.parameter.copy_(update.parameter)
+    job.parameter.copy_(rounded(update.parameter, job.parameter.dtype, settings.rounding))
     job.state["grad_norm"].copy_(update.grad_norm)
     _count(job, update.sat_out)
 
@@ -43,6 +44,6 @@ def _finish_sparse(job: Job, settings: Settings) -> None:
     by_row: dict[str, Tensor] = {name: job.state[name][rows] for name in ("grad_norm", "radius") if name in job.state}
     touched = job._replace(parameter=job.parameter[rows], grad=grad.values(), state={**job.state, **by_row})
     update = apply_rule(touched, settings)
-    job.parameter.index_copy_(0, rows, update.parameter.to(job.parameter.dtype))
+    job.parameter.index_copy_(0, rows, rounded(update.parameter, job.parameter.dtype, settings.rounding))
     job.state["grad_norm"].mul_(math.sqrt(settings.beta)).index_copy_(0, rows, update.grad_norm)
     _count(job, update.sat_out)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from nero import rule
 from nero.backends import cpu, eager
 from nero.backends.job import Job, Settings, apply_rule, flat, shaped
+from nero.rounding import rounded
 
 #: Tensors of one shape are stacked up to this many entries, to be turned together.
 STACK = 1 << 24
@@ -37,10 +38,11 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
 
 def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
     """Nudge all gains and biases as one vector for each device, precision and pull."""
-    alike: dict[tuple[torch.device, torch.dtype, float], list[Job]] = {}
+    alike: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[Job]] = {}
     for job in jobs:
-        alike.setdefault((job.parameter.device, job.state["grad_norm"].dtype, job.pull), []).append(job)
-    for (device, dtype, pull), batch in alike.items():
+        kind = (job.parameter.device, job.parameter.dtype, job.state["grad_norm"].dtype, job.pull)
+        alike.setdefault(kind, []).append(job)
+    for (device, own, dtype, pull), batch in alike.items():
         states = [job.state for job in batch]
         sizes = [job.parameter.numel() for job in batch]
         # where waiting for the numbers costs nothing, look whether they are all the same
@@ -63,7 +65,9 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             pull=pull,
         )
         averages, parameters = [state["grad_norm"] for state in states], [job.parameter for job in batch]
-        torch._foreach_copy_(parameters, shaped(update.parameter.split_with_sizes(sizes), parameters))
+        torch._foreach_copy_(
+            parameters, shaped(rounded(update.parameter, own, settings.rounding).split_with_sizes(sizes), parameters)
+        )
         torch._foreach_copy_(averages, shaped(update.grad_norm.split_with_sizes(sizes), averages))
         if device.type != "cpu" or bool(update.sat_out.any()):  # elsewhere a look would have to wait
             skipped = torch.zeros(len(batch), dtype=torch.int64, device=device)
@@ -103,7 +107,7 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     axes = tuple(axis + 1 for axis in jobs[0].axes)
     job = Job(torch.stack(weights), torch.stack([job.grad for job in jobs]), stacked, axes, 0.0)
     update = apply_rule(job, settings)
-    torch._foreach_copy_(weights, list(update.parameter.unbind()))
+    torch._foreach_copy_(weights, list(rounded(update.parameter, weights[0].dtype, settings.rounding).unbind()))
     torch._foreach_copy_([state["grad_norm"] for state in states], list(update.grad_norm.unbind()))
     skipped = update.sat_out.flatten(1).sum(1)
     torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))

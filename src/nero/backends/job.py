@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nero import rule
 from nero.balance import FixNorm
+from nero.rounding import Rounding
 from nero.rule import Number
 
 
@@ -30,6 +31,7 @@ class Settings:
     fix_mean: bool
     fix_norm: FixNorm
     scale: float | None
+    rounding: Rounding = "nearest"
 
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:

@@ -1,0 +1,387 @@
+"""Triton kernels: the rule in five sums over a neuron's entries, each of which is read once and written once.
+
+For weights w and gradient g the sums are Σw, Σg, Σw², Σg² and Σwg. The mean and the norm of what the
+step leaves, w - f g, follow from them, so nothing needs a second look at the entries. The sums are
+in float64, which holds the square of any float32: nothing is scaled first, and what cancels, cancels
+far below float32's rounding.
+
+A *record* is a row of int64s about one tensor: where it and its state are, its shape, its constants
+(floats by their bits). ``changing`` begins with the addresses of the gradients, 0 where there is
+none. A *tile* is what one program works on; ``owners`` says whose it is.
+"""
+
+import triton
+import triton.language as tl
+
+# the fields of a record
+WEIGHT = tl.constexpr(0)
+AVERAGE = tl.constexpr(1)
+STEP = tl.constexpr(2)
+SKIPPED = tl.constexpr(3)
+SCALE = tl.constexpr(4)  # of gains and biases; 0 if the group's number counts
+RADIUS = tl.constexpr(5)  # 0 for one
+NEURONS = tl.constexpr(6)
+FAN_IN = tl.constexpr(7)
+INNER = tl.constexpr(8)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
+INNER_STRIDE = tl.constexpr(9)
+OUTER_STRIDE = tl.constexpr(10)
+RUN = tl.constexpr(11)  # its entry k comes (k // RUN) * LEAP + (k % RUN) * STRIDE later
+STRIDE = tl.constexpr(12)
+LEAP = tl.constexpr(13)
+BETA = tl.constexpr(14)
+LOG_BETA = tl.constexpr(15)
+GIVEN_SCALE = tl.constexpr(16)  # 0 for the tensor's own
+PULL = tl.constexpr(17)
+GROUP = tl.constexpr(18)
+SHAPE = tl.constexpr(19)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
+FIRST = tl.constexpr(20)  # tile
+SUMS = tl.constexpr(21)  # where its neurons' sums begin, if they are split
+FIELDS = tl.constexpr(22)
+
+LARGEST = tl.constexpr(3.4028234663852886e38)
+#: (16 eps)², as in nero.balance.project: what rounding leaves of a neuron is no direction
+NOTHING = tl.constexpr((16 * 2.0**-23) ** 2)
+AT_ORIGIN = tl.constexpr(0.01)
+#: Gains and biases fill only this part of a tile, since each has numbers of its own to hold.
+GAINS = tl.constexpr(8)
+#: Narrower neurons fill half of one.
+BROAD = tl.constexpr(256)
+
+
+@triton.jit
+def _number(record, field: tl.constexpr):
+    return tl.load(record + field).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _pointer(record, field: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(record + field).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _neurons_at(record, i):
+    inner = tl.load(record + INNER)
+    i = i.to(tl.int64)
+    return (i // inner) * tl.load(record + OUTER_STRIDE) + (i % inner) * tl.load(record + INNER_STRIDE)
+
+
+@triton.jit
+def _stored(x, dtype: tl.constexpr, noise, at, rounding: tl.constexpr):
+    """X in the dtype of the weights; if ``rounding``, up or down by chance, so that on average it is x."""
+    if rounding and dtype != tl.float32:
+        kept: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
+        smallest: tl.constexpr = 1 if dtype == tl.bfloat16 else 103  # 2**-126 and 2**-24, as exponents
+        x = x.to(tl.float32)
+        exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        exponent = tl.maximum(exponent - kept, smallest)
+        quantum = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        dropped: tl.constexpr = 23 - kept
+        chance = (tl.randint(noise, at) & ((1 << dropped) - 1)).to(tl.float32) * (1.0 / (1 << dropped))
+        x = tl.floor(x * inverse + chance) * quantum
+    return x.to(dtype)
+
+
+@triton.jit
+def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
+    """Count the step of every tensor that has a gradient, and work out η σ sqrt(1 - β^t) for it."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = i < tensors
+    here &= tl.load(changing + i, here, 0) != 0
+    record = records + i * FIELDS
+    step = tl.load(record + STEP, here, 0).to(tl.pointer_type(tl.float32))
+    t = tl.load(step, here, 0) + 1
+    tl.store(step, t, here)
+    log_beta = tl.load(record + LOG_BETA, here, 0).to(tl.float64, bitcast=True)
+    scale = tl.load(record + GIVEN_SCALE, here, 0).to(tl.float64, bitcast=True)
+    own = tl.load(record + SCALE, here, 0)
+    own_scale = tl.load(own.to(tl.pointer_type(tl.float32)), here & (own != 0), 1).to(tl.float64)
+    scale = tl.where(scale > 0, scale, own_scale)
+    # the learning rate: a number, or a factor of one that lies in memory as a float32 or a float64
+    rate = changing + tensors + 3 * tl.load(record + GROUP, here, 0)
+    single = tl.load(rate, here, 0)
+    double = tl.load(rate + 1, here, 0)
+    lr = tl.load(rate + 2, here, 0).to(tl.float64, bitcast=True)
+    lr *= tl.load(single.to(tl.pointer_type(tl.float32)), here & (single != 0), 1).to(tl.float64)
+    lr *= tl.load(double.to(tl.pointer_type(tl.float64)), here & (double != 0), 1)
+    correction = tl.sqrt(1 - tl.exp(t.to(tl.float64) * log_beta))
+    tl.store(rates + i, lr * scale * correction, here)
+
+
+@triton.jit
+def _settle(
+    w, g, ww, gg, wg, before, fan_in, beta, rate, radius, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """The rule on a neuron's five sums, in their dtype.
+
+    Gives the new average; f, the mean and the stretch that make the new entries, (w - f g - mean) * stretch; whether
+    the neuron moves; whether its gradient is finite; and whether float32 would do for all this.
+    """
+    dtype: tl.constexpr = gg.dtype
+    beta, rate, before = beta.to(dtype), rate.to(dtype), before.to(dtype)
+    if dtype == tl.float64:
+        finite = gg <= LARGEST * LARGEST
+    else:
+        finite = gg <= LARGEST
+    average = tl.where(finite, tl.sqrt(beta * before * before + (1 - beta) * gg), before).to(tl.float32)
+    moving = finite & (gg > 0) & (average > 0)
+    size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), AT_ORIGIN)
+    f = tl.where(moving, rate * size / tl.where(moving, average, 1.0).to(dtype), 0.0)
+    moving &= f != 0  # as it is with lr=0
+    # w - f g, and then without its mean
+    terms = ww + f * f * gg
+    square = terms - 2 * f * wg
+    if FIX_MEAN:
+        mean = tl.where(fan_in > 2, (w - f * g) / fan_in, 0.0)
+    else:
+        mean = tl.zeros_like(f)
+    left = square - fan_in * mean * mean
+    moving &= left > NOTHING * terms
+    if FIX_NORM:
+        stretch = radius / tl.sqrt(tl.where(moving, left, 1.0))
+    else:
+        moving &= tl.sqrt(square) < LARGEST / 2
+        stretch = tl.zeros_like(f) + 1.0
+    ordinary = (gg > 1e-30) & (gg < 1e30) & (ww > 1e-30) & (ww < 1e30) & (before < 1e15) & (left > 0.25 * terms)
+    return average, f, mean, stretch, moving, finite, ordinary
+
+
+@triton.jit
+def _turn_tile(
+    record, grad, rate, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Turn as many whole neurons as fit on the chip: in float32 if that will do, or else in float64."""
+    ROWS: tl.constexpr = TILE // WIDTH if WIDTH >= BROAD else TILE // 2 // WIDTH
+    SLICE: tl.constexpr = max(1, WIDTH // 8)
+    weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))  # here, for the hint below to hold
+    grad = grad.to(tl.pointer_type(G))
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    neurons = tl.load(record + NEURONS).to(tl.int32)
+    inner = tl.load(record + INNER).to(tl.int32)
+    inner_stride = tl.load(record + INNER_STRIDE)
+    outer_stride = tl.load(record + OUTER_STRIDE)
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+        grad = tl.multiple_of(grad, 16)
+        fan_in = tl.multiple_of(fan_in, 8)
+        inner_stride = tl.multiple_of(inner_stride, 8)
+        outer_stride = tl.multiple_of(outer_stride, 8)
+    i = tile * ROWS + tl.arange(0, ROWS)
+    here = i < neurons
+    starts = (i // inner) * outer_stride + (i % inner) * inner_stride
+    k = tl.arange(0, WIDTH)
+    entries = here[:, None] & (k < fan_in)[None, :]
+    at = starts[:, None] + k[None, :]
+    g = tl.load(grad + at, entries, 0).to(tl.float32)
+    w = tl.load(weight + at, entries, 0).to(tl.float32)
+    averages = _pointer(record, AVERAGE, tl.float32) + i
+    before = tl.load(averages, here, 0)
+    beta = _number(record, BETA)
+    radius = tl.full([ROWS], 1.0, tl.float32)
+    if FIX_NORM == 2:
+        radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, here, 1)
+
+    average, f, mean, stretch, moving, _, ordinary = _settle(
+        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), tl.sum(g * g, 1), tl.sum(w * g, 1), before, fan_in, beta, rate,
+        radius, FIX_MEAN, FIX_NORM, SCALED,
+    )  # fmt: skip
+    out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
+    # what does not move is written as it was read: a mask by neuron would part what is written in one go
+    out = tl.where((moving & ordinary)[:, None], out, w)
+    where = i[:, None] * fan_in + k[None, :]
+    tl.store(weight + at, _stored(out, W, noise, where, STOCHASTIC), entries)
+    tl.store(averages, average, here & ordinary)
+    here &= ~ordinary
+    if tl.sum(here.to(tl.int32), 0) > 0:
+        sum_w = tl.zeros([ROWS], tl.float64)
+        sum_g = tl.zeros([ROWS], tl.float64)
+        sum_ww = tl.zeros([ROWS], tl.float64)
+        sum_gg = tl.zeros([ROWS], tl.float64)
+        sum_wg = tl.zeros([ROWS], tl.float64)
+        for slice in range(WIDTH // SLICE):
+            ks = slice * SLICE + tl.arange(0, SLICE)
+            some = here[:, None] & (ks < fan_in)[None, :]
+            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            sum_w += tl.sum(ws, 1)
+            sum_g += tl.sum(gs, 1)
+            sum_ww += tl.sum(ws * ws, 1)
+            sum_gg += tl.sum(gs * gs, 1)
+            sum_wg += tl.sum(ws * gs, 1)
+        average_, f_, mean_, stretch_, moving_, finite, _ = _settle(
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, beta, rate, radius, FIX_MEAN, FIX_NORM, SCALED
+        )
+        for slice in range(WIDTH // SLICE):
+            ks = slice * SLICE + tl.arange(0, SLICE)
+            some = here[:, None] & (ks < fan_in)[None, :]
+            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            outs = (ws - f_[:, None] * gs - mean_[:, None]) * stretch_[:, None]
+            wheres = i[:, None] * fan_in + ks[None, :]
+            outs = _stored(outs, W, noise, wheres, STOCHASTIC)
+            tl.store(weight + (starts[:, None] + ks[None, :]), outs, some & moving_[:, None])
+        tl.store(averages, average_, here)
+        out_of_it = tl.sum((here & ~finite).to(tl.int32), 0)
+        if out_of_it > 0:
+            tl.atomic_add(_pointer(record, SKIPPED, tl.int64), out_of_it.to(tl.int64))
+
+
+@triton.jit
+def _nudge_tile(
+    record, grad, rate, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr
+):
+    """Nudge gains or biases."""
+    i = tile * (TILE // GAINS) + tl.arange(0, TILE // GAINS)
+    here = i < tl.load(record + NEURONS)
+    at = _neurons_at(record, i)
+    weight = _pointer(record, WEIGHT, W) + at
+    b = tl.load(weight, here, 0).to(tl.float64)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, here, 0).to(tl.float64)
+    g += _number(record, PULL) * (b - 1)
+    averages = _pointer(record, AVERAGE, tl.float32) + i
+    before = tl.load(averages, here, 0).to(tl.float64)
+    beta = _number(record, BETA)
+    finite = tl.abs(g) <= LARGEST
+    average = tl.where(finite, tl.sqrt(beta * before * before + (1 - beta) * g * g), before).to(tl.float32)
+    moving = here & finite & (average > 0)
+    change = rate * g / tl.where(moving, average, 1.0).to(tl.float64)
+    out = b - change
+    moving &= (change != 0) & (tl.abs(out) <= LARGEST)
+    tl.store(weight, _stored(out, W, noise, i, STOCHASTIC), moving)
+    tl.store(averages, average, here)
+    out_of_it = tl.sum((here & ~finite).to(tl.int32), 0)
+    if out_of_it > 0:
+        tl.atomic_add(_pointer(record, SKIPPED, tl.int64), out_of_it.to(tl.int64))
+
+
+@triton.jit
+def step(
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, SHAPES: tl.constexpr,
+    FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """One tile of gains, of biases or of whole neurons. ``SHAPES`` has a bit for each shape of tile there is."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    rate = tl.load(rates + owner)
+    shape = tl.load(record + SHAPE)
+    tile = tl.program_id(0) - tl.load(record + FIRST).to(tl.int32)
+    if STOCHASTIC:
+        noise = tl.load(noise) + owner * 0x9E3779B9
+    for each in tl.static_range(0, 2 * 15):
+        if (SHAPES >> each) & 1:
+            if shape == each:
+                if each == 0:
+                    _nudge_tile(record, grad, rate, noise, tile, W, G, TILE, STOCHASTIC)
+                else:
+                    _turn_tile(
+                        record, grad, rate, noise, tile, W, G, TILE, 1 << (each // 2), each % 2, FIX_MEAN, FIX_NORM,
+                        SCALED, STOCHASTIC,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, DOWN: tl.constexpr):
+    """Which entries of which neurons a piece of split neurons is made of."""
+    fan_in = tl.load(record + FAN_IN)
+    pieces = tl.cdiv(fan_in, BK)
+    i = (tile // pieces).to(tl.int64) * BN + tl.arange(0, BN)
+    k = (tile % pieces).to(tl.int64) * BK + tl.arange(0, BK)
+    starts = _neurons_at(record, i)
+    run = tl.load(record + RUN)
+    steps = (k // run) * tl.load(record + LEAP) + (k % run) * tl.load(record + STRIDE)
+    axis: tl.constexpr = 1 if DOWN else 0  # neurons along the last axis, if it is they that lie side by side
+    at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
+    where = tl.expand_dims(i * fan_in, 1 - axis) + tl.expand_dims(k, axis)
+    here = i < tl.load(record + NEURONS)
+    entries = tl.expand_dims(here, 1 - axis) & tl.expand_dims(k < fan_in, axis)
+    return i, here, at, where, entries
+
+
+@triton.jit
+def measure(
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    DOWN: tl.constexpr,
+):  # fmt: skip
+    """The sums over a piece of neurons that are too long for a program, or lie across memory."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    tile = tl.program_id(0) - tl.load(record + FIRST).to(tl.int32)
+    i, here, at, _, entries = _piece(record, tile, BN, BK, DOWN)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
+    w = tl.load(_pointer(record, WEIGHT, W) + at, entries, 0).to(tl.float64)
+    axis: tl.constexpr = 0 if DOWN else 1
+    pieces = tl.cdiv(tl.load(record + FAN_IN), BK)
+    piece = tile % pieces
+    to = sums + tl.load(record + SUMS) + (piece * tl.load(record + NEURONS) + i) * 6
+    tl.store(to, tl.sum(w, axis), here)
+    tl.store(to + 1, tl.sum(g, axis), here)
+    tl.store(to + 2, tl.sum(w * w, axis), here)
+    tl.store(to + 3, tl.sum(g * g, axis), here)
+    tl.store(to + 4, tl.sum(w * g, axis), here)
+    # the average of before, since the next launch overwrites it while others still want it
+    before = tl.load(_pointer(record, AVERAGE, tl.float32) + i, here, 0).to(tl.float64)
+    if piece > 0:
+        before *= 0.0
+    tl.store(to + 5, before, here)
+
+
+@triton.jit
+def turn(
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, DOWN: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Turn a piece of neurons that have been measured."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    tile = tl.program_id(0) - tl.load(record + FIRST).to(tl.int32)
+    i, here, at, where, entries = _piece(record, tile, BN, BK, DOWN)
+    neurons = tl.load(record + NEURONS)
+    fan_in = tl.load(record + FAN_IN)
+    pieces = tl.cdiv(fan_in, BK)
+    sum_w = tl.zeros([BN], tl.float64)
+    sum_g = tl.zeros([BN], tl.float64)
+    sum_ww = tl.zeros([BN], tl.float64)
+    sum_gg = tl.zeros([BN], tl.float64)
+    sum_wg = tl.zeros([BN], tl.float64)
+    before = tl.zeros([BN], tl.float64)
+    for piece in range(pieces):
+        of = sums + tl.load(record + SUMS) + (piece * neurons + i) * 6
+        sum_w += tl.load(of, here, 0)
+        sum_g += tl.load(of + 1, here, 0)
+        sum_ww += tl.load(of + 2, here, 0)
+        sum_gg += tl.load(of + 3, here, 0)
+        sum_wg += tl.load(of + 4, here, 0)
+        before += tl.load(of + 5, here, 0)
+    radius = tl.full([BN], 1.0, tl.float32)
+    if FIX_NORM == 2:
+        radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, here, 1)
+    average, f, mean, stretch, moving, finite, _ = _settle(
+        sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, _number(record, BETA),
+        tl.load(rates + owner), radius, FIX_MEAN, FIX_NORM, SCALED,
+    )  # fmt: skip
+    axis: tl.constexpr = 0 if DOWN else 1
+    weight = _pointer(record, WEIGHT, W) + at
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
+    w = tl.load(weight, entries, 0).to(tl.float64)
+    out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
+    if STOCHASTIC:
+        noise = tl.load(noise) + owner * 0x9E3779B9
+    tl.store(weight, _stored(out, W, noise, where, STOCHASTIC), entries & tl.expand_dims(moving, axis))
+    if tile % pieces == 0:
+        tl.store(_pointer(record, AVERAGE, tl.float32) + i, average, here)
+        out_of_it = tl.sum((here & ~finite).to(tl.int32), 0)
+        if out_of_it > 0:
+            tl.atomic_add(_pointer(record, SKIPPED, tl.int64), out_of_it.to(tl.int64))

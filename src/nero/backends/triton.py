@@ -1,0 +1,381 @@
+"""All neurons, gains and biases of a device in a few launches, which read and write every number once.
+
+A :class:`Sweep` is made when its tensors are first seen, and used again step after step: it keeps a
+table of where they are on the device. What changes from step to step is looked at each time: the
+gradients, which the kernels find by their addresses, and the learning rate.
+"""
+
+import math
+import os
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from nero.backends.job import Job, Settings
+
+#: Entries that a program holds, its warps, and the registers of a thread where Triton would take too many for enough
+#: programs to run side by side. A tensor is given the first that holds its neurons.
+TILES: dict[int, tuple[int, int | None]] = {1024: (1, 80), 4096: (4, None), 8192: (8, None), 16384: (16, None)}
+#: Entries in a piece of neurons that are split, because they are longer than that or lie across memory.
+PIECE = 8192
+#: Neurons side by side in a piece that lies across memory: with float32, a line of it.
+ABREAST = 32
+#: What the kernels read and write.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_grad = attrgetter("grad")
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """What keeps a parameter or a gradient from the kernels, in words; ``None`` if nothing does."""
+    if tensor.device.type != "cuda" and not (tensor.device.type == "cpu" and _interpreted()):
+        return f"on {tensor.device}, and the kernels run on CUDA devices"
+    if tensor.layout is not torch.strided:
+        return "sparse, and the kernels take dense tensors"
+    wrapped: bool = is_traceable_wrapper_subclass(tensor)
+    if wrapped:
+        return f"a {type(tensor).__name__}, and the kernels take plain tensors"
+    if tensor.dtype not in DTYPES:
+        return f"{tensor.dtype}, and the kernels do float32, bfloat16 and float16"
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether Triton interprets kernels, which then work on the CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Line(NamedTuple):
+    """A parameter in a sweep: what its step is (its gradient may be a stand-in), and whose learning rate it has."""
+
+    parameter: Tensor
+    job: Job
+    settings: Settings
+    group: int
+
+
+class Form(NamedTuple):
+    """How neurons lie in memory: neuron i at (i // inner, i % inner), entry k of it at (k // run, k % run)."""
+
+    neurons: int
+    fan_in: int
+    inner: int
+    inner_stride: int
+    outer_stride: int
+    run: int
+    stride: int
+    leap: int
+
+
+class _Kind(NamedTuple):
+    """What decides in which launch a tensor is."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    stochastic: bool
+    tile: int
+    split: tuple[int, int, bool] | None
+    fix_mean: bool
+    fix_norm: int
+    scaled: bool
+
+
+@dataclass(slots=True)
+class _Launch:
+    """Programs of one kernel that differ in nothing but the tensors they work on."""
+
+    kernel: Any
+    programs: int
+    constants: dict[str, Any]
+    warps: int
+    registers: int | None = None
+    compiled: Any = None
+
+    def __call__(self, *arguments: Tensor | int) -> None:
+        if self.compiled is None:
+            options = {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
+            self.compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **options)
+        else:  # past Triton's own look at the arguments, whose dtypes and alignment stay as they are
+            self.compiled[(self.programs, 1, 1)](*arguments, *self.constants.values())
+
+
+class Rate(NamedTuple):
+    """The learning rate of a group at a step, and -1 if it goes up."""
+
+    lr: float | Tensor
+    sign: float
+
+
+def form_of(job: Job) -> Form | None:
+    """How the neurons of a job lie in memory, if the kernels can follow."""
+    weight, axes = job.parameter, job.axes
+    across = _merged([(weight.shape[i], weight.stride(i)) for i in range(weight.dim()) if i not in axes])
+    # along a neuron any order will do, so take that of memory
+    along = _merged(sorted(((weight.shape[i], weight.stride(i)) for i in axes), key=lambda each: -each[1]))
+    if len(across) > 2 or len(along) > 2:
+        return None
+    (outer, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *across][-2:]
+    (leaps, leap), (run, stride) = [(1, 0), (1, 1), *along][-2:]
+    return Form(outer * inner, leaps * run, inner, inner_stride, outer_stride, run, stride, leap)
+
+
+def _merged(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sizes and strides of axes, with those that are one in memory merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in axes:
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+class Sweep:
+    """The steps of many parameters on one device."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self.lines = lines
+        self.parameters = [line.parameter for line in lines]
+        self.device = self.parameters[0].device
+        self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        self._strides = list(map(Tensor.stride, self.parameters))
+        self._grad_dtypes = [line.job.grad.dtype for line in lines]
+        self._watch = _watch(self.parameters)
+        self._watch_grads: Callable[..., bool] | None = None
+        self._stochastic = any(line.settings.rounding == "stochastic" for line in lines)
+        self._lay_out()
+        groups = 1 + max(line.group for line in lines)
+        self._changing = torch.zeros(len(lines) + 3 * groups, dtype=torch.int64, device=self.device)
+        self._rates = torch.zeros(len(lines), dtype=torch.float64, device=self.device)
+        self._found: list[int] = []
+        self._uploaded: list[int] = []
+        self._spare: Tensor | None = self._pinned()
+        self._borrowed: list[Tensor] = []  # what must live until the kernels are on their way
+        self.captured: list[Tensor] = []  # what must live as long as a graph
+
+    def look(self) -> list[int] | None:
+        """Where the gradients are, 0 for none; ``None`` if the parameters are no longer those of the sweep."""
+        if list(map(Tensor.data_ptr, self.parameters)) != self._addresses:
+            return None
+        grads = list(map(_grad, self.parameters))
+        with torch.enable_grad():  # without which a watch does not see what requires one
+            ordinary = self._watch(*self.parameters) and self._watch_grads is not None and self._watch_grads(*grads)
+        if not ordinary:
+            return self._look_closely(grads)
+        addresses = list(map(Tensor.data_ptr, grads))
+        return None if addresses != self._found and self._misaligned(addresses) else addresses
+
+    def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
+        addresses = []
+        for parameter, grad, stride, dtype in zip(
+            self.parameters, grads, self._strides, self._grad_dtypes, strict=True
+        ):
+            if grad is None or not parameter.requires_grad:
+                addresses.append(0)
+                continue
+            if why_not(grad) or grad.dtype != dtype or parameter.stride() != stride:
+                return None
+            if grad.stride() != stride:  # in another layout: right, not fast
+                grad = torch.empty_like(parameter, dtype=dtype).copy_(grad)
+                self._borrowed.append(grad)
+            addresses.append(grad.data_ptr())
+        if all(addresses) and not self._borrowed:
+            self._watch, self._watch_grads = _watch(self.parameters), _watch(grads)
+        return None if self._misaligned(addresses) else addresses
+
+    def _misaligned(self, addresses: list[int]) -> bool:
+        return any(address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True))
+
+    def launch(self, addresses: list[int], rates: Sequence[Rate]) -> None:
+        """Take the step, with gradients at these addresses and the learning rates of the groups."""
+        words = [*addresses, *(word for rate in rates for word in self._words(rate))]
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                self._launch(self._capture(words) if torch.cuda.is_current_stream_capturing() else self._upload(words))
+        else:
+            self._launch(self._upload(words))
+        self._borrowed, self._found = [], addresses
+
+    def _launch(self, changing: Tensor) -> None:
+        self._count(self._records, changing, self._rates, len(self.lines))
+        noise = torch.randint(1 << 62, (1,), device=self.device) if self._stochastic else changing
+        for launch, owners in self._launches:
+            launch(owners, self._records, changing, self._rates, self._sums, noise)
+
+    def _words(self, rate: Rate) -> tuple[int, int, int]:
+        """A learning rate as the kernels read it: where a float32 is, or a float64, and a number to multiply it by."""
+        if not isinstance(rate.lr, Tensor) or rate.lr.device.type != self.device.type:
+            return 0, 0, _bits(rate.sign * float(rate.lr))
+        lr = rate.lr
+        if lr.device != self.device or lr.dtype not in (torch.float32, torch.float64):
+            lr = lr.to(self.device, torch.float32, non_blocking=True)
+            self._borrowed.append(lr)
+        address = lr.data_ptr()
+        return (address, 0, _bits(rate.sign)) if lr.dtype == torch.float32 else (0, address, _bits(rate.sign))
+
+    def _upload(self, words: list[int]) -> Tensor:
+        if words != self._uploaded:
+            pinned = self._pinned()  # a new one each time: the last may still be on its way
+            pinned.copy_(torch.frombuffer(array("q", words), dtype=torch.int64))
+            self._changing.copy_(pinned, non_blocking=True)
+            self._uploaded = words
+        self._spare = self._pinned() if self._spare is None else self._spare
+        return self._changing
+
+    def _capture(self, words: list[int]) -> Tensor:
+        """As above for a graph, which will copy the words again at each replay: they must outlive it."""
+        if self._spare is None:
+            raise RuntimeError("take a step outside of the capture between two captures")
+        pinned, changing = self._spare, torch.empty_like(self._changing)
+        pinned.copy_(torch.frombuffer(array("q", words), dtype=torch.int64))
+        changing.copy_(pinned, non_blocking=True)
+        self.captured += [pinned, changing, *self._borrowed]
+        self._spare = None
+        return changing
+
+    def _pinned(self) -> Tensor:
+        return torch.empty(self._changing.shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _placed(self, table: Tensor) -> Tensor:
+        """A table on the device, without waiting for it."""
+        if self.device.type == "cuda":
+            return table.pin_memory().to(self.device, non_blocking=True)
+        return table.clone()
+
+    def _lay_out(self) -> None:
+        """Write the records, and deal the tensors out to launches and programs."""
+        from nero.backends import kernels
+
+        forms = [form for line in self.lines if (form := form_of(line.job)) is not None]
+        self._aligned = [_aligned(line, form) for line, form in zip(self.lines, forms, strict=True)]
+        by_kind: dict[_Kind, list[int]] = {}
+        for i in sorted(range(len(forms)), key=lambda i: not self.lines[i].job.axes):  # gains and biases last
+            kind = _kind(self.lines[i], forms[i])
+            if not self.lines[
+                i
+            ].job.axes:  # to which it is all the same, so that they join the first who will have them
+                kind = next((each for each in by_kind if each[:4] == kind[:4] and not each.split), kind)
+            by_kind.setdefault(kind, []).append(i)
+
+        fields = [[0] * kernels.FIELDS.value for _ in forms]
+        self._count = _Launch(kernels.count, -(-len(forms) // 128), {"BLOCK": 128}, 4)
+        self._launches: list[tuple[_Launch, Tensor]] = []
+        sums = 0
+        for kind, members in by_kind.items():
+            owners, shapes = array("i"), 0
+            for i in members:
+                form, job, settings = forms[i], self.lines[i].job, self.lines[i].settings
+                shape, programs, pieces = 0, -(-form.neurons // (kind.tile // kernels.GAINS.value)), 0
+                if kind.split is not None:
+                    abreast, length, _ = kind.split
+                    pieces = -(-form.fan_in // length)
+                    programs = -(-form.neurons // abreast) * pieces
+                elif job.axes:
+                    log_width = max(2, (form.fan_in - 1).bit_length())
+                    shape = 2 * log_width + self._aligned[i]
+                    entries = kind.tile if 1 << log_width >= kernels.BROAD.value else kind.tile // 2
+                    programs = -(-form.neurons // (entries >> log_width))
+                fields[i] = [
+                    job.parameter.data_ptr(),
+                    *(job.state[key].data_ptr() for key in ("grad_norm", "step", "skipped")),
+                    *(job.state[key].data_ptr() if key in job.state else 0 for key in ("scale", "radius")),
+                    *form,
+                    _bits(settings.beta),
+                    _bits(math.log(settings.beta) if settings.beta else -math.inf),
+                    _bits(settings.scale or 0.0),
+                    _bits(job.pull),
+                    self.lines[i].group,
+                    shape,
+                    len(owners),
+                    sums,
+                ]
+                assert len(fields[i]) == kernels.FIELDS.value
+                owners.extend([i] * programs)
+                shapes |= 1 << shape
+                sums += 6 * form.neurons * pieces
+            on_device = self._placed(torch.frombuffer(owners, dtype=torch.int32))
+            self._launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
+        words = array("q", [word for record in fields for word in record])
+        self._records = self._placed(torch.frombuffer(words, dtype=torch.int64))
+        self._sums = torch.empty(sums, dtype=torch.float64, device=self.device)
+
+
+def _launches(kind: _Kind, shapes: int, programs: int) -> list[_Launch]:
+    import triton.language as tl
+
+    from nero.backends import kernels
+
+    names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    dtypes = {"W": names[kind.dtype], "G": names[kind.grad_dtype]}
+    options = {
+        "FIX_MEAN": kind.fix_mean,
+        "FIX_NORM": kind.fix_norm,
+        "SCALED": kind.scaled,
+        "STOCHASTIC": kind.stochastic,
+    }
+    warps, registers = TILES[kind.tile]
+    if kind.split is None:
+        constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options}
+        return [_Launch(kernels.step, programs, constants, warps, registers)]
+    pieces = dtypes | dict(zip(("BN", "BK", "DOWN"), kind.split, strict=True))
+    return [
+        _Launch(kernels.measure, programs, pieces, warps),
+        _Launch(kernels.turn, programs, {**pieces, **options}, warps),
+    ]
+
+
+def _aligned(line: Line, form: Form) -> bool:
+    """Whether a neuron's entries can be read sixteen bytes at a time."""
+    addresses = (line.job.parameter.data_ptr(), line.job.grad.data_ptr())
+    strides = (form.fan_in, form.inner_stride, form.outer_stride)
+    return not any(address % 16 for address in addresses) and not any(stride % 8 for stride in strides)
+
+
+def _kind(line: Line, form: Form) -> _Kind:
+    job, settings = line.job, line.settings
+    fix_norm = 2 if settings.fix_norm == "initial" else int(bool(settings.fix_norm))
+    tile, split = min(TILES), None
+    if job.axes:
+        in_one = form.run == form.fan_in and form.stride == 1
+        if in_one and form.fan_in <= max(TILES):
+            tile = next(each for each in TILES if each >= form.fan_in)
+        else:
+            tile = PIECE
+            if form.inner_stride < form.stride and form.inner > 1:
+                split = (ABREAST, PIECE // ABREAST, True)
+            else:
+                length = min(PIECE, 1 << (form.fan_in - 1).bit_length())
+                split = (PIECE // length, length, False)
+    stochastic = settings.rounding == "stochastic" and job.parameter.dtype != torch.float32
+    return _Kind(
+        job.parameter.dtype,
+        job.grad.dtype,
+        stochastic,
+        tile,
+        split,
+        settings.fix_mean,
+        fix_norm,
+        settings.scale is not None,
+    )
+
+
+def _watch(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
+    """A quick test whether tensors have the types, dtypes, shapes, strides and requires_grad that these have."""
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def _bits(number: float) -> int:
+    """A double's bits, as an int64."""
+    (bits,) = struct.unpack("q", struct.pack("d", number))
+    return int(bits)

@@ -18,7 +18,7 @@ test: $(READY)
 	$(BIN)/pytest --cov --cov-report=term-missing
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/bench.py
 
 format: $(READY)
 	$(BIN)/ruff format .

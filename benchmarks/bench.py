@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     sections = arguments.sections.split(",")
     if unknown := set(sections) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    torch.set_float32_matmul_precision("highest")  # no TF32
     device, quick = torch.device(arguments.device), arguments.quick
     out = arguments.out or ROOT / ("out" if quick else "benchmarks/results")
     path = out / f"{device.type}.json"

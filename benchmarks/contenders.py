@@ -76,8 +76,8 @@ def everyone(device: torch.device, compiled: bool) -> tuple[list[Contender], lis
         notes.append("Muon: not in this torch, or not on a GPU: its matrix products would take minutes a step")
     try:
         library = importlib.import_module("pytorch_optimizer")
-    except ImportError:
-        notes.append("Nero and Lamb of pytorch_optimizer: it is not installed")
+    except Exception as error:  # it is not installed, or not for this torch
+        notes.append(f"Nero and Lamb of pytorch_optimizer: {error}")
     else:
         for kind, traffic in (("Nero", SGD_TRAFFIC), ("Lamb", None)):
             make = getattr(library, kind, None) or getattr(library, kind.upper(), None)

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 import nero
 
+# at rates that let nothing diverge while it is timed
 OPTIMISERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "Adam (fused)": lambda model: torch.optim.Adam(model.parameters(), fused=True),
-    "SGD (fused)": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3, fused=True),
+    "Adam (fused)": lambda model: torch.optim.Adam(model.parameters(), lr=1e-5, fused=True),
+    "SGD (fused)": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, fused=True),
     "Nero": lambda model: nero.Nero(model, lr=1e-3),
 }
 

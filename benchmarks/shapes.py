@@ -85,9 +85,15 @@ def resnet50() -> Shapes:
     return Shapes("ResNet-50", {None: [*shapes, (1000, 2048), (1000,)]})
 
 
-def gpt2(transposed: bool = False, layers: int = 12, width: int = 768, name: str = "GPT-2 small") -> Shapes:
+def gpt2(
+    transposed: bool = False,
+    layers: int = 12,
+    width: int = 768,
+    vocabulary: int = 50257,
+    name: str = "GPT-2 small",
+) -> Shapes:
     """GPT-2: with nn.Linear's weights, or with those of Hugging Face's Conv1D, which are transposed."""
-    rows: list[tuple[int, ...]] = [(50257, width), (1024, width), (width,), (width,)]
+    rows: list[tuple[int, ...]] = [(vocabulary, width), (1024, width), (width,), (width,)]
     matrices: list[tuple[int, ...]] = []
     for _ in range(layers):
         rows += [(width,), (width,)] * 2 + [(3 * width,), (width,), (4 * width,), (width,)]

@@ -40,7 +40,7 @@ def jobs(bench: Bench) -> list[Job]:
 def shape_sets(bench: Bench) -> list[Shapes]:
     """The networks; the largest on a GPU alone, and last."""
     if bench.quick:
-        return [deep_mlp(3, 32), gpt2(True, 1, 32, "GPT-2 tiny")]
+        return [deep_mlp(3, 32), gpt2(True, 1, 32, 64, "GPT-2 tiny")]
     return [deep_mlp(), resnet50(), gpt2(), gpt2(transposed=True)] + [gpt2_xl()] * (bench.device.type == "cuda")
 
 

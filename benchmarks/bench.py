@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(f"{record['machine']}: a copy moves {record['copy_bytes_per_second'] / 1e9:.0f} GB/s")
     bench = Bench(
         device,
-        plan=Plan(5, 0.01, 3, 0.0) if quick else Plan() if device.type == "cuda" else Plan(15, 4.0),
+        plan=Plan(5, 0.01, 3, 0.0) if quick else Plan() if device.type == "cuda" else Plan(15, 3.0),
         bandwidth=record["copy_bytes_per_second"],
         quick=quick,
         compiling=arguments.compiling if device.type == "cuda" else 0.0,

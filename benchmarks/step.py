@@ -17,7 +17,7 @@ import nero
 #: How far the backends may be apart after two steps.
 TOLERANCE = 1e-5
 #: Above so many parameters, the backends are compared on one of each shape.
-MANY = 200_000_000
+MANY = {"cuda": 200_000_000, "cpu": 100_000_000}
 #: Above so many tensors, compiling takes too long.
 COMPILED_TENSORS = 250
 
@@ -129,7 +129,7 @@ def _host_moving(optimiser: torch.optim.Optimizer, clock: Clock) -> float:
 
 def check_backends(shapes: Shapes, device: torch.device) -> None:
     """Stop if any backend is not where the rule in double precision is, after two steps."""
-    shapes = shapes if shapes.total <= MANY else shapes.one_of_each
+    shapes = shapes if shapes.total <= MANY[device.type] else shapes.one_of_each
     start = shapes.parameters(device)
 
     def after_two_steps(backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:

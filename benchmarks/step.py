@@ -97,16 +97,15 @@ def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Benc
     try:
         optimiser = contender.make(twin(shared) if contender.ours else shared)
         step = _compiled(optimiser) if contender.compiled else optimiser.step
-        for _ in range(3):
-            step()
+        Clock(bench.device).burst(step, 3)
     except Exception as error:
         if contender.ours or contender.name in (ADAM, SGD):
             raise
         bench.notes.append(f"{contender.name}, {shapes.name}: {type(error).__name__}: {str(error).strip()[:200]}")
         return None
-    if contender.compiled:
-        bench.compiling -= time.perf_counter() - begin
-    bench.tick()
+    finally:
+        bench.compiling -= time.perf_counter() - begin if contender.compiled else 0.0
+        bench.tick()
     return Running(contender, optimiser, step)
 
 

@@ -1,6 +1,7 @@
-# Two commands do everything on a machine with Python 3.11 or newer, pip and make:
+# Three commands do everything on a machine with Python 3.11 or newer, pip and make:
 #   make demo    train a 50-layer perceptron with Nero, SGD and Adam, and draw the curves
 #   make test    format, lint, types, arrows, all tests
+#   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
@@ -18,7 +19,8 @@ test: $(READY)
 	$(BIN)/pytest --cov --cov-report=term-missing
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/bench.py
+	$(BIN)/python benchmarks/figure.py
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,9 +1,12 @@
 """The parameter shapes of known networks, without their weights: what an optimiser's step sees of them."""
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+
+Parameters: TypeAlias = dict[tuple[int, ...] | None, list[nn.Parameter]]
 
 
 class Shapes(NamedTuple):
@@ -12,7 +15,7 @@ class Shapes(NamedTuple):
     name: str
     by_axes: dict[tuple[int, ...] | None, list[tuple[int, ...]]]
 
-    def parameters(self, device: torch.device, seed: int = 0) -> dict[tuple[int, ...] | None, list[nn.Parameter]]:
+    def parameters(self, device: torch.device, seed: int = 0) -> Parameters:
         """Random parameters of these shapes, with random gradients."""
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -28,18 +31,38 @@ class Shapes(NamedTuple):
     @property
     def total(self) -> int:
         """How many numbers there are."""
-        return sum(torch.Size(shape).numel() for shapes in self.by_axes.values() for shape in shapes)
+        return sum(math.prod(shape) for shapes in self.by_axes.values() for shape in shapes)
+
+    @property
+    def one_of_each(self) -> "Shapes":
+        """Every shape once."""
+        return Shapes(self.name, {axes: list(dict.fromkeys(shapes)) for axes, shapes in self.by_axes.items()})
 
 
-def groups(parameters: dict[tuple[int, ...] | None, list[nn.Parameter]]) -> list[dict[str, Any]]:
+def flat(parameters: Parameters) -> list[nn.Parameter]:
+    """All of them."""
+    return [each for alike in parameters.values() for each in alike]
+
+
+def groups(parameters: Parameters) -> list[dict[str, Any]]:
     """Nero's groups of them."""
     return [{"params": each, "fan_in_axes": axes} for axes, each in parameters.items()]
+
+
+def twin(parameters: Parameters, dtype: torch.dtype = torch.float32) -> Parameters:
+    """Other parameters of the same values, with the very same gradients if the dtype is theirs."""
+    made: Parameters = {}
+    for axes, alike in parameters.items():
+        made[axes] = [nn.Parameter(each.detach().to(dtype, copy=True)) for each in alike]
+        for one, other in zip(made[axes], alike, strict=True):
+            one.grad = None if other.grad is None else other.grad.to(dtype)
+    return made
 
 
 def deep_mlp(depth: int = 100, width: int = 784, classes: int = 10) -> Shapes:
     """The 100-layer perceptron of Section 5.3."""
     hidden: list[tuple[int, ...]] = [(width, width), (width,)]
-    return Shapes("100-layer MLP", {None: hidden * (depth - 1) + [(classes, width), (classes,)]})
+    return Shapes(f"{depth}-layer MLP", {None: hidden * (depth - 1) + [(classes, width), (classes,)]})
 
 
 def resnet50() -> Shapes:
@@ -62,17 +85,31 @@ def resnet50() -> Shapes:
     return Shapes("ResNet-50", {None: [*shapes, (1000, 2048), (1000,)]})
 
 
-def gpt2(transposed: bool = False, layers: int = 12, width: int = 768) -> Shapes:
-    """GPT-2 small: with nn.Linear's weights, or with those of Hugging Face's Conv1D, which are transposed."""
-    rows: list[tuple[int, ...]] = [(50257, width), (1024, width), (width,), (width,)]
+def gpt2(
+    transposed: bool = False,
+    layers: int = 12,
+    width: int = 768,
+    vocabulary: int = 50257,
+    name: str = "GPT-2 small",
+) -> Shapes:
+    """GPT-2: with nn.Linear's weights, or with those of Hugging Face's Conv1D, which are transposed."""
+    rows: list[tuple[int, ...]] = [(vocabulary, width), (1024, width), (width,), (width,)]
     matrices: list[tuple[int, ...]] = []
     for _ in range(layers):
         rows += [(width,), (width,)] * 2 + [(3 * width,), (width,), (4 * width,), (width,)]
         for out, fan_in in ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width)):
             matrices.append((fan_in, out) if transposed else (out, fan_in))
     if transposed:
-        return Shapes("GPT-2 small, transposed", {None: rows, (0,): matrices})
-    return Shapes("GPT-2 small", {None: rows + matrices})
+        return Shapes(f"{name}, transposed", {None: rows, (0,): matrices})
+    return Shapes(name, {None: rows + matrices})
 
 
-ALL = [deep_mlp(), resnet50(), gpt2(), gpt2(transposed=True)]
+def gpt2_xl() -> Shapes:
+    """GPT-2 XL."""
+    return gpt2(layers=48, width=1600, name="GPT-2 XL")
+
+
+def matrices(total: int, tensors: int) -> Shapes:
+    """So many numbers, nearly, in so many equal matrices, nearly square, of a fan-in that eight divides."""
+    fan_in = max(8, 8 * round(math.sqrt(total / tensors) / 8))
+    return Shapes(f"{tensors} matrices", {None: [(max(1, round(total / tensors / fan_in)), fan_in)] * tensors})

@@ -1,128 +1,149 @@
-"""How long an optimiser's step takes: contenders take turns in one run, on the parameter shapes of known networks.
+"""How long an optimiser's step takes, on the parameter shapes of known networks."""
 
-Prints a table and writes it as JSON, with the machine's name, into benchmarks/results. Refuses to
-report if the backends do not agree.
-"""
-
-import argparse
-import json
-import os
-import platform
-import re
-import shutil
 import statistics
-import subprocess
 import time
-from collections.abc import Callable
-from datetime import date
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
+from contenders import ADAM, SGD, Contender, backends, everyone
 from rich.table import Table
-from shapes import ALL, Shapes, groups
+from shapes import Parameters, Shapes, deep_mlp, flat, gpt2, gpt2_xl, groups, resnet50, twin
+from timing import Bench, Clock, Job, Row, Step, burst_length, device_time, milliseconds, ratio, take_turns
 
 import nero
 
-Make = Callable[[dict[Any, list[torch.nn.Parameter]]], torch.optim.Optimizer]
+#: How far the backends may be apart after two steps.
+TOLERANCE = 1e-5
+#: Above so many parameters, the backends are compared on one of each shape.
+MANY = {"cuda": 200_000_000, "cpu": 100_000_000}
+#: Above so many tensors, compiling takes too long.
+COMPILED_TENSORS = 250
 
 
-def _flat(parameters: dict[Any, list[torch.nn.Parameter]]) -> list[torch.nn.Parameter]:
-    return [each for alike in parameters.values() for each in alike]
+class Running(NamedTuple):
+    """A contender at work."""
+
+    contender: Contender
+    optimiser: torch.optim.Optimizer
+    step: Step
 
 
-CONTENDERS: dict[str, Make] = {
-    "Adam (fused)": lambda p: torch.optim.Adam(_flat(p), fused=True),
-    "Adam (foreach)": lambda p: torch.optim.Adam(_flat(p), foreach=True),
-    "SGD (fused)": lambda p: torch.optim.SGD(_flat(p), fused=True),
-    "Nero (foreach)": lambda p: nero.Nero(groups(p), backend="foreach"),
-    "Nero (eager)": lambda p: nero.Nero(groups(p), backend="eager"),
-}
+def jobs(bench: Bench) -> list[Job]:
+    """A job for each set of shapes."""
+    those, left_out = everyone(bench.device, bench.compiling > 0)
+    bench.notes.extend(left_out)
+    return [partial(measure, shapes, those, bench) for shapes in shape_sets(bench)]
 
 
-def main() -> int:
-    """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each contender that are timed (default 15)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default cpu)")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="where the JSON goes")
-    arguments = parser.parse_args()
-    if arguments.rounds < 3:
-        parser.error("--rounds must be at least 3, so that there is a median")
-    device = torch.device(arguments.device)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-
-    console, rows = Console(), []
-    for shapes in ALL:
-        check_backends(shapes, device)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("timing", total=len(ALL) * (arguments.rounds + 2))
-        for shapes in ALL:
-            rows += measure(shapes, device, arguments.rounds, lambda: progress.advance(task))
-    console.print(table(rows))
-
-    record = {
-        "date": date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "nero": nero.__version__,
-        "threads": torch.get_num_threads(),
-        "rounds": arguments.rounds,
-        "rows": rows,
-    }
-    path = arguments.out / f"step-{device.type}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
-    console.print(f"written to {os.path.relpath(path)}")
-    return 0
+def shape_sets(bench: Bench) -> list[Shapes]:
+    """The networks; the largest on a GPU alone, and last."""
+    if bench.quick:
+        return [deep_mlp(3, 32), gpt2(True, 1, 32, 64, "GPT-2 tiny")]
+    return [deep_mlp(), resnet50(), gpt2(), gpt2(transposed=True)] + [gpt2_xl()] * (bench.device.type == "cuda")
 
 
-def measure(shapes: Shapes, device: torch.device, rounds: int, tick: Callable[[], object]) -> list[dict[str, Any]]:
-    """Time every contender's step in turn, each on parameters of its own."""
-    optimisers = {name: make(shapes.parameters(device)) for name, make in CONTENDERS.items()}
-    times: dict[str, list[float]] = {name: [] for name in optimisers}
-    for number in range(rounds + 2):  # the first two warm up
-        for name, optimiser in optimisers.items():
-            synchronise(device)
-            start = time.perf_counter()
-            optimiser.step()
-            synchronise(device)
-            if number >= 2:
-                times[name].append(time.perf_counter() - start)
-        tick()
-    adam = optimisers["Adam (fused)"]
-    return [
-        {
+def measure(shapes: Shapes, those: Sequence[Contender], bench: Bench) -> list[Row]:
+    """Time every contender's step in turn, then what of it is the device's and what the host's."""
+    shared = shapes.parameters(bench.device)
+    running = {each.name: made for each in those if (made := _start(each, shapes, shared, bench))}
+    clock = Clock(bench.device)
+    counts = {name: burst_length(each.step, clock, bench.plan) for name, each in running.items()}
+    steps = {name: each.step for name, each in running.items()}
+    times = take_turns(steps, counts, clock, bench.plan, always=(ADAM, SGD), tick=bench.tick)
+    adam = state_bytes(running[ADAM].optimiser)
+    rows = []
+    for name, (contender, optimiser, step) in running.items():
+        parameters = _parameters(optimiser)
+        total, seconds = sum(each.numel() for each in parameters), statistics.median(times[name].values())
+        row: Row = {
             "shapes": shapes.name,
-            "parameters": shapes.total,
-            "tensors": sum(map(len, shapes.by_axes.values())),
+            "parameters": total,
+            "tensors": len(parameters),
             "optimiser": name,
-            "milliseconds": round(1e3 * statistics.median(times[name]), 3),
-            "quartiles": [round(1e3 * q, 3) for q in statistics.quantiles(times[name], n=4)[::2]],
-            # of times taken next to each other, so that what else the machine does weighs on both
-            "of_fused_adam": round(
-                statistics.median(a / b for a, b in zip(times[name], times["Adam (fused)"], strict=True)), 3
-            ),
+            "note": contender.note,
+            "rounds": len(times[name]),
+            "burst": counts[name],
+            "milliseconds": milliseconds(seconds),
+            "quartiles": [milliseconds(each) for each in statistics.quantiles(times[name].values(), n=4)[::2]],
+            "device_milliseconds": None,
+            "host_milliseconds": None,
+            "host_moving_milliseconds": None,
+            "of_fused_adam": round(ratio(times[name], times[ADAM]), 3),
+            "of_fused_sgd": round(ratio(times[name], times[SGD]), 3),
+            "bytes_per_parameter": contender.traffic,
+            "of_copy_bandwidth": contender.traffic and round(contender.traffic * total / seconds / bench.bandwidth, 4),
             "state_bytes": state_bytes(optimiser),
-            "state_of_adam": round(state_bytes(optimiser) / state_bytes(adam), 6),
+            "state_of_adam": round(state_bytes(optimiser) / adam, 6),
         }
-        for name, optimiser in optimisers.items()
-    ]
+        if clock.gpu:
+            host = statistics.median(clock.until_return(step) for _ in range(10))
+            row["host_milliseconds"] = milliseconds(host)
+            row["device_milliseconds"] = milliseconds(device_time(step, counts[name], host, clock))
+            if contender.ours:
+                row["host_moving_milliseconds"] = milliseconds(_host_moving(optimiser, clock))
+        rows.append(row)
+        bench.tick()
+    return rows
+
+
+def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Bench) -> Running | None:
+    """Make an optimiser and warm it up. Ours, which notice when others move a parameter, have some of their own."""
+    begin = time.perf_counter()
+    if contender.compiled and (bench.compiling <= 0 or len(flat(shared)) > COMPILED_TENSORS):
+        bench.notes.append(f"{contender.name}, {shapes.name}: compiling it would take too long")
+        return None
+    try:
+        optimiser = contender.make(twin(shared) if contender.ours else shared)
+        step = _compiled(optimiser) if contender.compiled else optimiser.step
+        Clock(bench.device).burst(step, 3)
+    except Exception as error:
+        if contender.ours or contender.name in (ADAM, SGD):
+            raise
+        bench.notes.append(f"{contender.name}, {shapes.name}: {type(error).__name__}: {str(error).strip()[:200]}")
+        return None
+    finally:
+        bench.compiling -= time.perf_counter() - begin if contender.compiled else 0.0
+        bench.tick()
+    return Running(contender, optimiser, step)
+
+
+def _compiled(optimiser: torch.optim.Optimizer) -> Step:
+    return torch.compile(lambda: optimiser.step())
+
+
+def _host_moving(optimiser: torch.optim.Optimizer, clock: Clock) -> float:
+    """Seconds until a step returns if its gradients are new tensors, as after a backward pass."""
+    parameters, times = _parameters(optimiser), []
+    before = [each.grad for each in parameters]
+    for _ in range(10):
+        for parameter in parameters:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        times.append(clock.until_return(optimiser.step))
+    for parameter, grad in zip(parameters, before, strict=True):
+        parameter.grad = grad
+    return statistics.median(times)
 
 
 def check_backends(shapes: Shapes, device: torch.device) -> None:
-    """Stop if the backends disagree on these shapes after two steps."""
-    results = []
-    for backend in ("eager", "foreach"):
-        parameters = shapes.parameters(device)
+    """Stop if any backend is not where the rule in double precision is, after two steps."""
+    shapes = shapes if shapes.total <= MANY[device.type] else shapes.one_of_each
+    start = shapes.parameters(device)
+
+    def after_two_steps(backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        parameters = twin(start, dtype)
         optimiser = nero.Nero(groups(parameters), backend=backend)
         for _ in range(2):
             optimiser.step()
-        results.append(_flat(parameters))
-    for one, other in zip(*results, strict=True):
-        if not torch.allclose(one, other, rtol=0, atol=1e-5):
-            raise SystemExit(f"{shapes.name}: the backends disagree by {float((one - other).abs().max())}; no report")
+        return [each.detach() for each in flat(parameters)]
+
+    exact = after_two_steps("eager", torch.float64)
+    for backend in backends(device):
+        pairs = zip(after_two_steps(backend, torch.float32), exact, strict=True)
+        apart = max(float((one - other).abs().max()) for one, other in pairs)
+        if not apart <= TOLERANCE:
+            raise SystemExit(f"{shapes.name}: the backends disagree: {backend} is {apart:.2g} from the rule; no report")
 
 
 def state_bytes(optimiser: torch.optim.Optimizer) -> int:
@@ -130,45 +151,29 @@ def state_bytes(optimiser: torch.optim.Optimizer) -> int:
     return sum(value.nbytes for state in optimiser.state.values() for value in state.values() if torch.is_tensor(value))
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The rows for a terminal."""
-    made = Table(title="A step (median) and the optimiser's state", box=None, pad_edge=False, title_justify="left")
+def _parameters(optimiser: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [each for group in optimiser.param_groups for each in group["params"]]
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows of a set of shapes for a terminal."""
+    first = rows[0]
+    made = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
+    made.title = f"{first['shapes']}, {first['parameters'] / 1e6:.4g} M in {first['tensors']} tensors"
     made.add_column("optimiser", no_wrap=True)
-    for title in ("ms", "/ fused Adam", "state", "/ Adam"):
+    for title in ("ms", "device", "host", "moving", "/ Adam", "/ SGD", "of copy", "state / Adam", "rounds"):
         made.add_column(title, justify="right", no_wrap=True)
-    last = None
     for row in rows:
-        if row["shapes"] != last:
-            last = row["shapes"]
-            made.add_row()
-            made.add_row(f"[bold]{last}[/bold], {row['parameters'] / 1e6:.0f} M")
+        times = [row[f"{kind}milliseconds"] for kind in ("", "device_", "host_", "host_moving_")]
         made.add_row(
-            f"  {row['optimiser']}",
-            f"{row['milliseconds']:.1f}",
+            row["optimiser"] + (" *" if row["note"] else ""),
+            *("" if each is None else f"{each:.3g}" for each in times),
             f"{row['of_fused_adam']:.2f}",
-            f"{row['state_bytes'] / 1e6:.3g} MB",
-            f"{100 * row['state_of_adam']:.2f} %",
+            f"{row['of_fused_sgd']:.2f}",
+            "" if row["of_copy_bandwidth"] is None else f"{row['of_copy_bandwidth']:.0%}",
+            f"{row['state_of_adam']:.2%}",
+            f"{row['rounds']}",
         )
+    notes = dict.fromkeys(f"* {row['note']}" for row in rows if row["note"])
+    made.caption = "; ".join(notes) or None
     return made
-
-
-def machine(device: torch.device) -> str:
-    """The machine's name: its accelerator's, or its processor's with the number of cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    if shutil.which("lscpu"):
-        listing = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-        found = re.search(r"^Model name:\s*(.+)$", listing, re.MULTILINE)
-        name = found[1].strip() if found else name
-    return f"{name}, {platform.machine()}, {os.cpu_count()} cores"
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait for an accelerator."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

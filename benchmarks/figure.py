@@ -1,0 +1,152 @@
+"""Draw a record of the benchmark: bars of step times, and how a step grows."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from contenders import ADAM, SGD, SGD_TRAFFIC
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from timing import Row
+
+ROOT = Path(__file__).parents[1]
+Dashes: TypeAlias = Literal["-", "--", "-.", ":"]
+NERO, FOREACH, OTHER = "Nero", "Nero (foreach)", "Nero (pytorch_optimizer)"
+# colours of Okabe and Ito, which the colour-blind can tell apart, as in the demo; dashes and markers for print in grey
+LOOKS: dict[str, tuple[str, Dashes, str]] = {
+    SGD: ("#D55E00", "--", "s"),
+    NERO: ("#0072B2", "-", "o"),
+    ADAM: ("#009E73", ":", "^"),
+    FOREACH: ("#56B4E9", "-.", "D"),
+    OTHER: ("#CC79A7", "-", "v"),
+}
+GREY = "#555555"
+
+
+def draw(record: dict[str, Any]) -> Figure:
+    """The figure of a record that has steps and growth."""
+    figure = Figure(figsize=(10, 4.6), dpi=200, layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.9, 1, 1])
+    named = renamed(record["step"])
+    bars(left, named, record["copy_bytes_per_second"])
+    growth(middle, right, record["growth"], record["copy_bytes_per_second"])
+    shown = {row["optimiser"] for row in named + record["growth"]}
+    handles = [
+        Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
+        for name, (colour, dashes, marker) in LOOKS.items()
+        if name in shown
+    ]
+    handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="a copy's bandwidth, 12 bytes a parameter"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8)
+    figure.supxlabel(f"{record['machine']}; torch {record['torch']}", fontsize=7.5, color=GREY, x=0.99, ha="right")
+    return figure
+
+
+def renamed(rows: list[Row]) -> list[Row]:
+    """The rows that are drawn; the fastest of our backends, over all shapes, is Nero."""
+    spent: dict[str, float] = {}
+    for row in rows:
+        if row["optimiser"].startswith("Nero (") and row["optimiser"] != OTHER:
+            spent[row["optimiser"]] = spent.get(row["optimiser"], 0) + row["of_fused_adam"]
+    fastest = min(spent, key=lambda name: spent[name])
+    found = [{**row, "optimiser": NERO if row["optimiser"] == fastest else row["optimiser"]} for row in rows]
+    return [row for row in found if row["optimiser"] in LOOKS]
+
+
+def bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
+    """Time a parameter, so that small networks and large ones share a scale; what leaves it is cut off."""
+    names = [name for name in LOOKS if any(row["optimiser"] == name for row in rows)]
+    sets = list(dict.fromkeys(row["shapes"] for row in rows))
+    floor = SGD_TRAFFIC / bandwidth
+    unit, scale = ("ns", 1e9) if floor > 1e-10 else ("ps", 1e12)
+    each = {(row["shapes"], row["optimiser"]): row for row in rows}
+    end = 1.45 * max(scale * _seconds_each(row) for row in rows if row["optimiser"] in (ADAM, NERO))
+    for number, shapes in enumerate(sets):
+        for place, name in enumerate(names):
+            row = each.get((shapes, name))
+            if row is None:
+                continue
+            length, y = scale * _seconds_each(row), number * (len(names) + 1.3) + place
+            axes.barh(y, min(length, end), height=0.86, color=LOOKS[name][0])
+            share = "" if row["of_copy_bandwidth"] is None else f", {row['of_copy_bandwidth']:.0%}"
+            text = f"{_three_digits(row['milliseconds'])} ms{share}"
+            inside = length > 0.72 * end
+            axes.text(
+                0.98 * min(length, end) if inside else length + 0.01 * end,
+                y,
+                text + (" »" if length > end else ""),
+                color="white" if inside and name in (SGD, NERO, ADAM) else "black",
+                va="center_baseline",
+                ha="right" if inside else "left",
+                fontsize=7,
+            )
+    axes.set_yticks([number * (len(names) + 1.3) + (len(names) - 1) / 2 for number in range(len(sets))])
+    axes.set_yticklabels([name.replace(", ", ",\n").replace(" small", "\nsmall") for name in sets], fontsize=8)
+    axes.tick_params("y", length=0)
+    axes.axvline(scale * floor, color=GREY, linewidth=0.9)
+    axes.set_xlim(0, end)
+    axes.invert_yaxis()
+    axes.set_title("A step: time, and share of a copy's bandwidth", fontsize=9, loc="left")
+    _dress(axes, f"{unit} a parameter (Adam moves 28 bytes for one, the others 12)")
+
+
+def growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float) -> None:
+    """The two curves, on logarithmic axes."""
+    for axes, by in ((middle, "parameters"), (right, "tensors")):
+        here = [row for row in rows if row["by"] == by]
+        for name, (colour, dashes, marker) in LOOKS.items():
+            curve = [row for row in here if row["optimiser"] == name]
+            axes.plot(
+                [row[by] for row in curve], [row["milliseconds"] for row in curve],
+                color=colour, linestyle=dashes, marker=marker, markersize=4, linewidth=1.5,
+            )  # fmt: skip
+        ends = [min(here, key=lambda row: row[by]), max(here, key=lambda row: row[by])]
+        floors = [1e3 * SGD_TRAFFIC * row["parameters"] / bandwidth for row in ends]
+        axes.plot([row[by] for row in ends], floors, color=GREY, linewidth=0.9)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.grid(which="major", color="#dddddd", linewidth=0.6)
+    total = max(row["parameters"] for row in here)
+    middle.set_title("Growth with parameters, ms", fontsize=9, loc="left")
+    _dress(middle, "parameters, in 1024 x 1024 matrices")
+    right.set_title("Growth with tensors, ms", fontsize=9, loc="left")
+    _dress(right, f"tensors, {total / 1e6:.0f} M parameters in all")
+
+
+def _seconds_each(row: Row) -> float:
+    return float(row["milliseconds"]) / 1e3 / int(row["parameters"])
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:#.3g}"
+
+
+def _dress(axes: Axes, label: str) -> None:
+    axes.set_xlabel(label, fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results", help="where cpu.json or cuda.json is"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures", help="where the figures go")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(arguments.results.glob("c*.json")):
+        record = json.loads(path.read_text())
+        if {"step", "growth"} <= set(record):
+            drawn = arguments.out / f"step-{path.stem}.png"
+            draw(record).savefig(drawn, metadata={"Software": None})
+            print(f"drawn to {drawn.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -6,10 +6,12 @@ import hypothesis
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; to be said before Triton is imported
+#: Without a GPU Triton's kernels are interpreted on the CPU, which is to be said before Triton is imported.
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
 
-from nero.backends import BACKENDS, cpu, foreach
+from nero.backends import BACKENDS, cpu, foreach  # noqa: E402
 
 # examples are derived from the test alone: a run today is the run of tomorrow
 hypothesis.settings.register_profile(
@@ -24,9 +26,23 @@ torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are left out on a machine without one, and not reported as skipped."""
-    if not torch.cuda.is_available():
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """What cannot run here is left out, and not reported as skipped: gpu without one, float64 by Triton's kernels."""
+    items[:] = [item for item in items if _can_run(item)]
+
+
+def _can_run(item: pytest.Item) -> bool:
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        return False
+    if given.get("backend") != "triton":
+        return True
+    here = "cpu" if INTERPRETED else "cuda"
+    return given.get("device", "cpu") == here and given.get("dtype") != torch.float64
+
+
+def few(backend: str, many: int, enough: int = 20) -> int:
+    """How many steps or examples to try: of an interpreted kernel, which takes a thousand times as long, fewer."""
+    return enough if backend == "triton" and INTERPRETED else many
 
 
 @pytest.fixture(params=[*BACKENDS, "triton", "foreach, in pieces", "foreach, in stacks"])

@@ -108,6 +108,7 @@ def test_half_precision_rounds_once_a_step(case: Case, backend: str, dtype: torc
 def test_backends_agree_on_a_whole_model(backend: str):
     """Many tensors of many roles in one step, as a network has them."""
     results = []
+    dtype = torch.float32 if backend == "triton" else torch.float64
     for each in ("eager", backend):
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -121,11 +122,12 @@ def test_backends_agree_on_a_whole_model(backend: str):
             torch.nn.Linear(4 * 8 * 8, 32),
             torch.nn.Linear(32, 1),
             torch.nn.Linear(1, 5),
-        ).double()
+        ).to(dtype)
         optimiser = nero.Nero(model, backend=each, lr=0.02)
         for _ in range(7):
             optimiser.zero_grad()
-            model(torch.randn(4, 3, 8, 8, dtype=torch.float64)).square().mean().backward()
+            model(torch.randn(4, 3, 8, 8, dtype=dtype)).square().mean().backward()
             optimiser.step()
         results.append([parameter.detach().clone() for parameter in model.parameters()])
-    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-13)
+    exact = dtype == torch.float64
+    torch.testing.assert_close(*results, rtol=1e-11 if exact else 1e-3, atol=1e-13 if exact else 1e-4)

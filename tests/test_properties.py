@@ -1,9 +1,13 @@
 """What must hold for every input (rulings 3 to 6), on the rule and on every backend."""
 
+import functools
+import inspect
 import math
+from collections.abc import Callable
 
 import torch
-from hypothesis import assume, given
+from conftest import few
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,6 +25,21 @@ def matrices(draw: st.DrawFn, entries: st.SearchStrategy[float], count: int = 1)
     shape = draw(st.integers(1, 4)), draw(st.integers(2, 6))
     size = shape[0] * shape[1]
     return [torch.tensor(draw(st.lists(entries, min_size=size, max_size=size))).view(shape) for _ in range(count)]
+
+
+def given_each_backend(**strategies: st.SearchStrategy) -> Callable:
+    """Hypothesis's given, on every backend."""
+
+    def decorate(test: Callable[..., None]) -> Callable[[str], None]:
+        @functools.wraps(test)
+        def run(backend: str) -> None:
+            examples = few(backend, settings.default.max_examples)
+            settings(max_examples=examples)(given(**strategies)(test))(backend=backend)
+
+        run.__signature__ = inspect.Signature([inspect.signature(test).parameters["backend"]])
+        return run
+
+    return decorate
 
 
 def steps(backend: str, weight: Tensor, grads: list[Tensor], **options: object) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,7 +88,7 @@ def test_norm_is_right_over_the_whole_range(drawn: list[Tensor]):
     torch.testing.assert_close(norm(values, (1,)).double(), wanted, rtol=1e-6, atol=0)
 
 
-@given(
+@given_each_backend(
     drawn=matrices(EVERY_FLOAT, 3),
     lr=st.sampled_from([1e-8, 0.01, 1.0, 30.0]),
     flags=st.sampled_from(
@@ -83,7 +102,7 @@ def test_no_finite_input_gives_a_weight_that_is_not(backend: str, drawn: list[Te
     assert state["grad_norm"].isfinite().all()
 
 
-@given(drawn=matrices(EVERY_FLOAT, 3))
+@given_each_backend(drawn=matrices(EVERY_FLOAT, 3))
 def test_no_finite_input_gives_a_gain_that_is_not(backend: str, drawn: list[Tensor]):
     gain, *grads = (each.flatten() for each in drawn)
     found, state = steps(backend, gain, list(grads))
@@ -91,7 +110,7 @@ def test_no_finite_input_gives_a_gain_that_is_not(backend: str, drawn: list[Tens
     assert state["grad_norm"].isfinite().all()
 
 
-@given(drawn=matrices(ORDINARY_FLOAT, 4), factor=st.sampled_from([1e-25, 1e-12, 1e12, 1e25]))
+@given_each_backend(drawn=matrices(ORDINARY_FLOAT, 4), factor=st.sampled_from([1e-25, 1e-12, 1e12, 1e25]))
 def test_the_trajectory_does_not_know_the_loss_scale(backend: str, drawn: list[Tensor], factor: float):
     """Ruling 5. Entries that a factor of 1e-25 would push out of float32 are taken as zero."""
     weight, *grads = (torch.where(each.abs() < 1e-3, 0.0, each) for each in drawn)
@@ -107,7 +126,7 @@ def test_the_trajectory_does_not_know_the_loss_scale(backend: str, drawn: list[T
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
-@given(drawn=matrices(EVERY_FLOAT, 2), rows=st.lists(st.booleans(), min_size=4, max_size=4))
+@given_each_backend(drawn=matrices(EVERY_FLOAT, 2), rows=st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_zero_gradient_changes_no_bit(backend: str, drawn: list[Tensor], rows: list[bool]):
     """Ruling 4, also with signed zeros, and next to neurons that do move."""
     weight, grad = drawn
@@ -120,7 +139,7 @@ def test_a_zero_gradient_changes_no_bit(backend: str, drawn: list[Tensor], rows:
     assert torch.equal(parameter.detach()[still].view(torch.int32), entered[still].view(torch.int32))
 
 
-@given(drawn=matrices(EVERY_FLOAT, 2))
+@given_each_backend(drawn=matrices(EVERY_FLOAT, 2))
 def test_lr_zero_changes_no_bit(backend: str, drawn: list[Tensor]):
     weight, grad = drawn
     for lr in (0.0, torch.tensor(0.0)):
@@ -133,7 +152,7 @@ def test_lr_zero_changes_no_bit(backend: str, drawn: list[Tensor]):
         assert torch.equal(bias.detach().view(torch.int32), weight[0].view(torch.int32))
 
 
-@given(
+@given_each_backend(
     drawn=matrices(ORDINARY_FLOAT, 3),
     bad=st.sampled_from([math.nan, math.inf, -math.inf]),
     where=st.tuples(st.integers(0, 3), st.integers(0, 5)),

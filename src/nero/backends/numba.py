@@ -1,0 +1,474 @@
+"""The step as compiled loops for the CPU: weights and gradients come from memory once, as in plain SGD.
+
+Five sums over a neuron's entries (of w, g, w², g² and wg) say all that its turn needs: the turned
+and balanced neuron is a·w + b·g + c, with three numbers that follow from the sums. So a neuron is
+read, and written while it is still in cache. The sums are only good for ordinary numbers. Where
+they are not (a gradient of 1e25 or NaN, a constant neuron, a turn that cancels the weights), the
+neuron is turned as the rule has it, in float64.
+
+Threads fetch pieces of work from one list for all tensors. What comes of a piece does not depend on
+who does it, so the weights do not depend on the number of threads.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from nero.backends import foreach
+from nero.backends.job import Job, Settings
+from nero.balance import SCALE_AT_ORIGIN
+
+#: Entries in a piece of work: enough to make fetching it cheap, few enough to share the work evenly.
+PIECE = 1 << 16
+#: A gain costs as much as this many weights, since it has a root and a division of its own.
+GAIN = 8
+#: Entries that are summed in the weights' own precision; the sums of these are added in float64.
+BLOCK = 512
+#: From the smallest normal number times this to the inverse, squares are ordinary.
+MARGIN = 1e8
+#: What must be left of a neuron's square after the turn, of all that went into it.
+CANCELLED = 0.1
+
+TASK = np.dtype(
+    [
+        *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
+        ("held", np.int64),  # address of the radii, or of the scale of gains; 0 if the rates have it
+        *((name, np.int64) for name in ("neurons", "inner", "outer_stride", "inner_stride")),  # see Layout
+        *((name, np.int64) for name in ("segments", "segment_stride", "run")),
+        ("each", np.int64),  # neurons in a piece
+        ("pull", np.float64),
+    ]
+)
+RATES = np.dtype(
+    [
+        *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "eps", "low", "largest")),
+        *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
+    ]
+)
+
+
+class Layout(NamedTuple):
+    """Where a tensor's neurons lie, in entries from its start.
+
+    Neuron j begins at ``j // inner * outer_stride + j % inner * inner_stride``, and has
+    ``segments`` runs of ``run`` neighbours each. Gains have no runs.
+    """
+
+    neurons: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    segments: int
+    segment_stride: int
+    run: int
+
+
+def step(jobs: Sequence[Job], settings: Settings) -> None:
+    """Take one step with every job: those that are plain memory here, the others by foreach."""
+    rest: list[Job] = []
+    alike: dict[torch.dtype, list[tuple[Job, Layout]]] = {}
+    for job in jobs:
+        layout = _layout_of(job)
+        if layout is None:
+            rest.append(job)
+        else:
+            alike.setdefault(job.parameter.dtype, []).append((job, layout))
+    for dtype, batch in alike.items():
+        _step(batch, settings, dtype)
+    foreach.step(rest, settings)
+
+
+def _layout_of(job: Job) -> Layout | None:
+    weight = job.parameter
+    if (
+        type(weight) not in (Tensor, Parameter)  # sharded and the like, where pointers are not what they seem
+        or weight.device.type != "cpu"
+        or weight.dtype not in (torch.float32, torch.float64)
+        or job.grad.layout is not torch.strided
+        or weight.is_neg()
+    ):
+        return None
+    return _layout(weight.shape, weight.stride(), job.axes)
+
+
+@lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, ...], stride: tuple[int, ...], axes: tuple[int, ...]) -> Layout | None:
+    """The layout of a tensor, if its neurons have one."""
+    fan_in = _merged(sorted([(stride[i], shape[i]) for i in axes], reverse=True))
+    neurons = _merged([(stride[i], shape[i]) for i in range(len(shape)) if i not in axes])  # as the averages are
+    if _overlap(fan_in + neurons) or len(neurons) > 2:
+        return None
+    if not axes:
+        return Layout(neurons[0][1], 1, 1, 0, 0, 0, 0) if len(neurons) == 1 and neurons[0][0] == 1 else None
+    (outer_stride, outer), (inner_stride, inner) = [(0, 1), *neurons][-2:]
+    run = fan_in.pop()[1] if fan_in[-1][0] == 1 else 1
+    if len(fan_in) > 1:
+        return None
+    segment_stride, segments = fan_in[0] if fan_in else (0, 1)
+    return Layout(outer * inner, inner, outer_stride, inner_stride, segments, segment_stride, run)
+
+
+def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """(stride, size) of axes from the outer to the inner, as few as memory allows."""
+    merged: list[tuple[int, int]] = []
+    for stride, size in dims:
+        if size == 1:
+            continue
+        if merged and merged[-1][0] == stride * size:
+            merged[-1] = (stride, merged[-1][1] * size)
+        else:
+            merged.append((stride, size))
+    return merged or [(1, 1)]
+
+
+def _overlap(dims: list[tuple[int, int]]) -> bool:
+    """Whether two entries may share a place."""
+    end = 1
+    for stride, size in sorted(dims):
+        if size > 1 and stride < end:
+            return True
+        end = stride * size
+    return False
+
+
+def _grad(job: Job) -> Tensor:
+    """The gradient in the dtype and memory layout of the weights."""
+    weight, grad = job.parameter, job.grad
+    same = grad.dtype == weight.dtype and grad.stride() == weight.stride() and not grad.is_neg()
+    return grad if same else torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype).copy_(grad)
+
+
+def _step(batch: Sequence[tuple[Job, Layout]], settings: Settings, dtype: torch.dtype) -> None:
+    """Take one step with tensors of one dtype, in as many threads as torch uses."""
+    weights, grads = [job.parameter for job, _ in batch], [_grad(job) for job, _ in batch]
+    tasks, ends, last = [], [], 0
+    for (job, layout), grad in zip(batch, grads, strict=True):
+        each, pieces = _cut(layout)
+        ends.append(last := last + pieces)
+        tasks.append((*_addresses(job, grad, settings), *layout, each, job.pull))
+    counter, sat_out = np.zeros(1, np.int64), np.zeros(last, np.int64)
+    work: tuple[Any, ...] = (
+        np.array(tasks, TASK),
+        np.array(ends),
+        sat_out,
+        counter.ctypes.data,
+        _rates(settings, dtype),
+        _like(dtype),
+    )
+
+    threads = torch.get_num_threads()
+    helpers = [_pool(threads, os.getpid()).submit(_share, *work) for _ in range(min(threads, last) - 1)]
+    _share(*work)
+    for helper in helpers:
+        helper.result()
+    _count(*work[:3])
+    torch.autograd.graph.increment_version(weights)  # torch has not seen them change
+
+
+def _addresses(job: Job, grad: Tensor, settings: Settings) -> tuple[int, ...]:
+    state, held = job.state, None
+    if job.axes and settings.fix_norm == "initial":
+        held = state["radius"]
+    elif not job.axes and settings.scale is None:
+        held = state["scale"]
+    return (
+        job.parameter.data_ptr(),
+        grad.data_ptr(),
+        state["grad_norm"].data_ptr(),
+        state["step"].data_ptr(),
+        state["skipped"].data_ptr(),
+        0 if held is None else held.data_ptr(),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _cut(layout: Layout) -> tuple[int, int]:
+    """Neurons in a piece, and pieces."""
+    fan_in = layout.segments * layout.run or GAIN
+    each = max(1, PIECE // fan_in)
+    return each, -(-layout.neurons // each)
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:  # noqa: ARG001 - a fork does not inherit its threads
+    return ThreadPoolExecutor(threads, "nero")
+
+
+@lru_cache
+def _like(dtype: torch.dtype) -> Any:
+    """An array that tells a compiled function the dtype."""
+    return torch.empty(0, dtype=dtype).numpy()
+
+
+def _rates(settings: Settings, dtype: torch.dtype) -> Any:
+    info = torch.finfo(dtype)
+    log_beta = math.log(settings.beta) if settings.beta else -math.inf
+    numbers = float(settings.lr), settings.beta, log_beta, settings.scale or 0.0, info.eps, MARGIN * info.tiny, info.max
+    return np.array([(*numbers, settings.fix_mean, bool(settings.fix_norm))], RATES)
+
+
+# -- compiled from here on ---------------------------------------------------------------------
+
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+# sums in any order make vectors; NaN and infinity stay what they are
+compiled_vector = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+class Sums(NamedTuple):
+    """What a neuron's turn needs to know of it."""
+
+    w: float
+    g: float
+    ww: float
+    gg: float
+    wg: float
+
+
+class Turn(NamedTuple):
+    """A neuron's new average, and its turn: w <- stretch * w + along * g + shift."""
+
+    ordinary: bool
+    average: float
+    stretch: float
+    along: float
+    shift: float
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:  # noqa: ARG001
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
+    """The number at an address, which is counted up; no two threads get the same."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        number = context.get_value_type(types.int64)
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], number.as_pointer()), number(1), "seq_cst")
+
+    return types.int64(types.int64), generate
+
+
+@compiled
+def _array(address, start, size, like):
+    return numba.carray(_pointer(address + start * like.itemsize), (size,), like.dtype)
+
+
+@compiled
+def _share(tasks, ends, sat_out, counter, rates, like):
+    """Do pieces of work until none is left."""
+    while True:
+        piece = _fetch(counter)
+        if piece >= ends[-1]:
+            return
+        number = np.searchsorted(ends, piece, side="right")
+        task = tasks[number]
+        first = (piece - (ends[number - 1] if number else 0)) * task.each
+        last = min(first + task.each, task.neurons)
+        step = numba.carray(_pointer(task.step), (1,), np.float32)[0] + np.float32(1)
+        correction = math.sqrt(-math.expm1(step * rates[0].log_beta))
+        if task.run == 0:
+            sat_out[piece] = _nudge(task, first, last, correction, rates[0], like)
+        else:
+            sat_out[piece] = _turn_rows(task, first, last, correction, rates[0], like)
+
+
+@compiled
+def _count(tasks, ends, sat_out):
+    """Count every task's step, and its neurons that sat out."""
+    first = 0
+    for number in range(len(tasks)):
+        numba.carray(_pointer(tasks[number].step), (1,), np.float32)[0] += 1
+        skipped = numba.carray(_pointer(tasks[number].skipped), (1,), np.int64)
+        for piece in range(first, ends[number]):
+            skipped[0] += sat_out[piece]
+        first = ends[number]
+
+
+@compiled
+def _nudge(task, first, last, correction, rates, like):
+    gains = _array(task.weight, first, last - first, like)
+    grads = _array(task.grad, first, last - first, like)
+    averages = _array(task.average, first, last - first, like)
+    reach = rates.lr * (_array(task.held, 0, 1, like)[0] if task.held else rates.scale)
+    keep, take = math.sqrt(rates.beta), math.sqrt(1 - rates.beta)
+    sat_out = 0
+    for i in range(gains.size):
+        b = np.float64(gains[i])
+        g = grads[i] + task.pull * (b - 1) if task.pull != 0 else np.float64(grads[i])
+        if not abs(g) <= rates.largest:
+            sat_out += 1
+            continue
+        averages[i] = math.hypot(keep * averages[i], take * g)
+        corrected = averages[i] / correction
+        if g != 0 and corrected > 0 and reach != 0:
+            nudged = b - reach * (g / corrected)
+            if abs(nudged) <= rates.largest:
+                gains[i] = nudged
+    return sat_out
+
+
+@compiled
+def _turn_rows(task, first, last, correction, rates, like):
+    """Turn neurons whose entries are neighbours in memory, one by one."""
+    averages = _array(task.average, 0, task.neurons, like)
+    rounded = like.dtype.type
+    sat_out = 0
+    for neuron in range(first, last):
+        start = neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
+        radius = np.float64(_array(task.held, neuron, 1, like)[0]) if task.held else 1.0
+        turn = _turn(_sums(task, start, like), task, averages[neuron], radius, correction, rates)
+        if turn.ordinary:
+            averages[neuron] = turn.average
+            stretch, along, shift = rounded(turn.stretch), rounded(turn.along), rounded(turn.shift)
+            for segment in range(task.segments):
+                begin = start + segment * task.segment_stride
+                w, g = _array(task.weight, begin, task.run, like), _array(task.grad, begin, task.run, like)
+                _sweep(w, g, stretch, along, shift)
+        else:
+            sat_out += _turn_carefully(task, start, averages[neuron : neuron + 1], radius, correction, rates, like)
+    return sat_out
+
+
+@compiled
+def _sums(task, start, like):
+    w, g, ww, gg, wg = 0.0, 0.0, 0.0, 0.0, 0.0
+    for segment in range(task.segments):
+        for begin in range(0, task.run, BLOCK):
+            size, at = min(BLOCK, task.run - begin), start + segment * task.segment_stride + begin
+            block = _block_sums(_array(task.weight, at, size, like), _array(task.grad, at, size, like))
+            w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
+    return Sums(w, g, ww, gg, wg)
+
+
+@compiled_vector
+def _block_sums(weights, grads):
+    w = g = ww = gg = wg = weights.dtype.type(0)
+    for i in range(weights.size):
+        w += weights[i]
+        g += grads[i]
+        ww += weights[i] * weights[i]
+        gg += grads[i] * grads[i]
+        wg += weights[i] * grads[i]
+    return w, g, ww, gg, wg
+
+
+@compiled_vector
+def _sweep(weights, grads, stretch, along, shift):
+    for i in range(weights.size):
+        weights[i] = stretch * weights[i] + (along * grads[i] + shift)
+
+
+@compiled
+def _turn(sums, task, average, radius, correction, rates):
+    """The rule, from the sums; ordinary only if no number has left its range and none has cancelled."""
+    fan_in, low, high = task.segments * task.run, rates.low, 1 / rates.low
+    average = math.sqrt(rates.beta * average * average + (1 - rates.beta) * sums.gg)
+    factor = rates.lr * (rates.scale if rates.scale != 0 else math.sqrt(sums.ww)) * correction / average
+    turned = sums.ww + factor * factor * sums.gg
+    mean = (sums.w - factor * sums.g) / fan_in if rates.fix_mean and fan_in != 2 else 0.0
+    left = turned - 2 * factor * sums.wg - fan_in * mean * mean
+    stretch = radius / math.sqrt(left) if rates.fix_norm else 1.0
+    # every comparison is false for NaN
+    ordinary = (
+        min(sums.ww, sums.gg) > fan_in * low
+        and max(sums.ww, sums.gg) < high
+        and left > CANCELLED * turned
+        and average < high
+        and low < stretch < high
+        and 0 < abs(factor * stretch) < high
+    )
+    return Turn(ordinary, average, stretch, -factor * stretch, -mean * stretch)
+
+
+@compiled
+def _turn_carefully(task, start, average, radius, correction, rates, like):
+    """The rule on one neuron, in float64; returns whether it sat out."""
+    fan_in = task.segments * task.run
+    g = _gathered(task, task.grad, start, like)
+    rounded, length = like.dtype.type, _norm(g)
+    if not length <= rates.largest:
+        return 1
+    average[0] = math.hypot(math.sqrt(rates.beta) * average[0], math.sqrt(1 - rates.beta) * rounded(length))
+    corrected = average[0] / correction
+    if not (length > 0 and corrected > 0 and rates.lr != 0):
+        return 0
+
+    w = _gathered(task, task.weight, start, like)
+    size = rates.scale if rates.scale != 0 else _norm(w)
+    reach = rates.lr * (size if size != 0 else SCALE_AT_ORIGIN)
+    for i in range(fan_in):
+        w[i] -= reach * (g[i] / corrected)
+
+    peak = _peak(w)
+    if not 0 < peak <= rates.largest:
+        return 0
+    fix_mean = rates.fix_mean and fan_in != 2
+    stretch = 1.0
+    if fix_mean or rates.fix_norm:
+        w /= peak
+        stretch = peak
+        square = (w * w).sum()
+        if fix_mean:
+            w -= w.sum() / fan_in
+            left = (w * w).sum()
+            # what rounding leaves of a constant neuron is no direction
+            if not left > (16 * rates.eps) ** 2 * square:
+                return 0
+            square = left
+        if rates.fix_norm:
+            stretch = radius / math.sqrt(square)
+        elif not peak < rates.largest / 2:
+            return 0
+    for segment in range(task.segments):
+        weights = _array(task.weight, start + segment * task.segment_stride, task.run, like)
+        for i in range(task.run):
+            weights[i] = w[segment * task.run + i] * stretch
+    return 0
+
+
+@compiled
+def _gathered(task, address, start, like):
+    entries = np.empty(task.segments * task.run)
+    for segment in range(task.segments):
+        entries[segment * task.run : (segment + 1) * task.run] = _array(
+            address, start + segment * task.segment_stride, task.run, like
+        )
+    return entries
+
+
+@compiled
+def _norm(entries):
+    """The norm, right from the smallest number to the largest; infinite if any entry is not finite."""
+    peak = _peak(entries)
+    if not 0 < peak < math.inf:
+        return peak
+    square = 0.0
+    for entry in entries:
+        square += (entry / peak) ** 2
+    return peak * math.sqrt(square)
+
+
+@compiled
+def _peak(entries):
+    peak = 0.0
+    for entry in entries:
+        if not abs(entry) < math.inf:
+            return math.inf
+        peak = max(peak, abs(entry))
+    return peak

@@ -34,7 +34,11 @@ PIECE = 1 << 16
 #: A gain costs as much as this many weights, since it has a root and a division of its own.
 GAIN = 8
 #: Entries that are summed in the weights' own precision; the sums of these are added in float64.
-BLOCK = 512
+BLOCK = 1024
+#: Columns that are turned together: their sums, and a few rows, should stay near the processor.
+COLUMNS = 4096
+#: From one kind of sum to the next, for columns; not a power of two, which would share places in cache.
+PITCH = COLUMNS + 16
 #: From the smallest normal number times this to the inverse, squares are ordinary.
 MARGIN = 1e8
 #: What must be left of a neuron's square after the turn, of all that went into it.
@@ -72,6 +76,11 @@ class Layout(NamedTuple):
     segments: int
     segment_stride: int
     run: int
+
+    @property
+    def columns(self) -> bool:
+        """Whether neighbours in memory belong to neighbouring neurons."""
+        return self.run == 1 and self.inner_stride == 1
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
@@ -194,9 +203,11 @@ def _addresses(job: Job, grad: Tensor, settings: Settings) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _cut(layout: Layout) -> tuple[int, int]:
-    """Neurons in a piece, and pieces."""
-    fan_in = layout.segments * layout.run or GAIN
-    each = max(1, PIECE // fan_in)
+    """Neurons in a piece, and pieces. Columns are not cut unless they must be: memory likes whole rows."""
+    if layout.columns:
+        each = -(-layout.inner // -(-layout.inner // COLUMNS))
+        return each, layout.neurons // layout.inner * -(-layout.inner // each)
+    each = max(1, PIECE // (layout.segments * layout.run or GAIN))
     return each, -(-layout.neurons // each)
 
 
@@ -278,14 +289,20 @@ def _share(tasks, ends, sat_out, counter, rates, like):
             return
         number = np.searchsorted(ends, piece, side="right")
         task = tasks[number]
-        first = (piece - (ends[number - 1] if number else 0)) * task.each
-        last = min(first + task.each, task.neurons)
+        part = piece - (ends[number - 1] if number else 0)
         step = numba.carray(_pointer(task.step), (1,), np.float32)[0] + np.float32(1)
         correction = math.sqrt(-math.expm1(step * rates[0].log_beta))
-        if task.run == 0:
-            sat_out[piece] = _nudge(task, first, last, correction, rates[0], like)
-        else:
+        if task.run == 1 and task.inner_stride == 1:
+            lots = -(-task.inner // task.each)
+            first = part // lots * task.inner + part % lots * task.each
+            last = min(first + task.each, (part // lots + 1) * task.inner)
+            sat_out[piece] = _turn_columns(task, first, last, correction, rates[0], like)
+            continue
+        first, last = part * task.each, min((part + 1) * task.each, task.neurons)
+        if task.run:
             sat_out[piece] = _turn_rows(task, first, last, correction, rates[0], like)
+        else:
+            sat_out[piece] = _nudge(task, first, last, correction, rates[0], like)
 
 
 @compiled
@@ -325,39 +342,45 @@ def _nudge(task, first, last, correction, rates, like):
 
 @compiled
 def _turn_rows(task, first, last, correction, rates, like):
-    """Turn neurons whose entries are neighbours in memory, one by one."""
+    """Turn neurons whose entries are neighbours in memory.
+
+    While one is summed, the one before it is written: memory is waited for with something to do.
+    """
     averages = _array(task.average, 0, task.neurons, like)
     rounded = like.dtype.type
-    sat_out = 0
+    stretch, along, shift = rounded(0), rounded(0), rounded(0)
+    waiting, before, sat_out = False, 0, 0
     for neuron in range(first, last):
-        start = neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
-        radius = np.float64(_array(task.held, neuron, 1, like)[0]) if task.held else 1.0
-        turn = _turn(_sums(task, start, like), task, averages[neuron], radius, correction, rates)
-        if turn.ordinary:
+        start = _start(task, neuron)
+        w, g, ww, gg, wg = 0.0, 0.0, 0.0, 0.0, 0.0
+        for segment in range(task.segments):
+            for begin in range(0, task.run, BLOCK):
+                size, offset = min(BLOCK, task.run - begin), segment * task.segment_stride + begin
+                weights = _array(task.weight, start + offset, size, like)
+                grads = _array(task.grad, start + offset, size, like)
+                if waiting:
+                    weights_before = _array(task.weight, before + offset, size, like)
+                    grads_before = _array(task.grad, before + offset, size, like)
+                    block = _sweep_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads)
+                else:
+                    block = _sum(weights, grads)
+                w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
+        radius = _radius(task, neuron, like)
+        turn = _turn(Sums(w, g, ww, gg, wg), task, averages[neuron], radius, correction, rates)
+        waiting, before = turn.ordinary, start
+        if waiting:
             averages[neuron] = turn.average
             stretch, along, shift = rounded(turn.stretch), rounded(turn.along), rounded(turn.shift)
-            for segment in range(task.segments):
-                begin = start + segment * task.segment_stride
-                w, g = _array(task.weight, begin, task.run, like), _array(task.grad, begin, task.run, like)
-                _sweep(w, g, stretch, along, shift)
         else:
-            sat_out += _turn_carefully(task, start, averages[neuron : neuron + 1], radius, correction, rates, like)
+            sat_out += _turn_carefully(task, neuron, correction, rates, like)
+    for segment in range(task.segments if waiting else 0):
+        at = before + segment * task.segment_stride
+        _sweep(_array(task.weight, at, task.run, like), _array(task.grad, at, task.run, like), stretch, along, shift)
     return sat_out
 
 
-@compiled
-def _sums(task, start, like):
-    w, g, ww, gg, wg = 0.0, 0.0, 0.0, 0.0, 0.0
-    for segment in range(task.segments):
-        for begin in range(0, task.run, BLOCK):
-            size, at = min(BLOCK, task.run - begin), start + segment * task.segment_stride + begin
-            block = _block_sums(_array(task.weight, at, size, like), _array(task.grad, at, size, like))
-            w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
-    return Sums(w, g, ww, gg, wg)
-
-
 @compiled_vector
-def _block_sums(weights, grads):
+def _sum(weights, grads):
     w = g = ww = gg = wg = weights.dtype.type(0)
     for i in range(weights.size):
         w += weights[i]
@@ -372,6 +395,83 @@ def _block_sums(weights, grads):
 def _sweep(weights, grads, stretch, along, shift):
     for i in range(weights.size):
         weights[i] = stretch * weights[i] + (along * grads[i] + shift)
+
+
+@compiled_vector
+def _sweep_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads):
+    w = g = ww = gg = wg = weights.dtype.type(0)
+    for i in range(weights.size):
+        weights_before[i] = stretch * weights_before[i] + (along * grads_before[i] + shift)
+        w += weights[i]
+        g += grads[i]
+        ww += weights[i] * weights[i]
+        gg += grads[i] * grads[i]
+        wg += weights[i] * grads[i]
+    return w, g, ww, gg, wg
+
+
+@compiled
+def _turn_columns(task, first, last, correction, rates, like):
+    """Turn neurons that lie side by side in memory, row by row of it."""
+    averages = _array(task.average, 0, task.neurons, like)
+    start, width = _start(task, first), last - first
+    sums, block = np.zeros(5 * PITCH), np.empty(5 * PITCH, like.dtype)
+    for begin in range(0, task.segments, BLOCK):
+        block[:] = 0
+        for row in range(begin, min(begin + BLOCK, task.segments)):
+            at = start + row * task.segment_stride
+            _sum_down(_array(task.weight, at, width, like), _array(task.grad, at, width, like), block)
+        sums += block
+
+    turns, ordinary = block, np.empty(width + 1, np.bool_)
+    ordinary[width] = False
+    for i in range(width):
+        five = Sums(sums[i], sums[i + PITCH], sums[i + 2 * PITCH], sums[i + 3 * PITCH], sums[i + 4 * PITCH])
+        radius = _radius(task, first + i, like)
+        turn = _turn(five, task, averages[first + i], radius, correction, rates)
+        ordinary[i] = turn.ordinary
+        if turn.ordinary:
+            averages[first + i] = turn.average
+            turns[i], turns[i + PITCH], turns[i + 2 * PITCH] = turn.stretch, turn.along, turn.shift
+
+    for row in range(task.segments):
+        begin, at = 0, start + row * task.segment_stride
+        for end in range(width + 1):
+            if not ordinary[end]:  # here ends a run of columns to sweep
+                weights = _array(task.weight, at + begin, end - begin, like)
+                _sweep_down(weights, _array(task.grad, at + begin, end - begin, like), turns[begin:])
+                begin = end + 1
+    sat_out = 0
+    for i in range(width):
+        if not ordinary[i]:
+            sat_out += _turn_carefully(task, first + i, correction, rates, like)
+    return sat_out
+
+
+@compiled_vector
+def _sum_down(weights, grads, sums):
+    for i in range(weights.size):
+        sums[i] += weights[i]
+        sums[i + PITCH] += grads[i]
+        sums[i + 2 * PITCH] += weights[i] * weights[i]
+        sums[i + 3 * PITCH] += grads[i] * grads[i]
+        sums[i + 4 * PITCH] += weights[i] * grads[i]
+
+
+@compiled_vector
+def _sweep_down(weights, grads, turns):
+    for i in range(weights.size):
+        weights[i] = turns[i] * weights[i] + (turns[i + PITCH] * grads[i] + turns[i + 2 * PITCH])
+
+
+@compiled
+def _start(task, neuron):
+    return neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
+
+
+@compiled
+def _radius(task, neuron, like):
+    return np.float64(_array(task.held, neuron, 1, like)[0]) if task.held else 1.0
 
 
 @compiled
@@ -397,9 +497,9 @@ def _turn(sums, task, average, radius, correction, rates):
 
 
 @compiled
-def _turn_carefully(task, start, average, radius, correction, rates, like):
+def _turn_carefully(task, neuron, correction, rates, like):
     """The rule on one neuron, in float64; returns whether it sat out."""
-    fan_in = task.segments * task.run
+    fan_in, start, average = task.segments * task.run, _start(task, neuron), _array(task.average, neuron, 1, like)
     g = _gathered(task, task.grad, start, like)
     rounded, length = like.dtype.type, _norm(g)
     if not length <= rates.largest:
@@ -432,7 +532,7 @@ def _turn_carefully(task, start, average, radius, correction, rates, like):
                 return 0
             square = left
         if rates.fix_norm:
-            stretch = radius / math.sqrt(square)
+            stretch = _radius(task, neuron, like) / math.sqrt(square)
         elif not peak < rates.largest / 2:
             return 0
     for segment in range(task.segments):
@@ -446,9 +546,9 @@ def _turn_carefully(task, start, average, radius, correction, rates, like):
 def _gathered(task, address, start, like):
     entries = np.empty(task.segments * task.run)
     for segment in range(task.segments):
-        entries[segment * task.run : (segment + 1) * task.run] = _array(
-            address, start + segment * task.segment_stride, task.run, like
-        )
+        run = _array(address, start + segment * task.segment_stride, task.run, like)
+        for i in range(task.run):
+            entries[segment * task.run + i] = run[i]
     return entries
 
 

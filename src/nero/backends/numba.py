@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ GAIN = 8
 #: Entries that are summed in the weights' own precision; the sums of these are added in float64.
 BLOCK = 1024
 #: Columns that are turned together: their sums, and a few rows, should stay near the processor.
-COLUMNS = 4096
+COLUMNS = 3072
 #: From one kind of sum to the next, for columns; not a power of two, which would share places in cache.
 PITCH = COLUMNS + 16
 #: From the smallest normal number times this to the inverse, squares are ordinary.
@@ -44,16 +45,6 @@ MARGIN = 1e8
 #: What must be left of a neuron's square after the turn, of all that went into it.
 CANCELLED = 0.1
 
-TASK = np.dtype(
-    [
-        *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
-        ("held", np.int64),  # address of the radii, or of the scale of gains; 0 if the rates have it
-        *((name, np.int64) for name in ("neurons", "inner", "outer_stride", "inner_stride")),  # see Layout
-        *((name, np.int64) for name in ("segments", "segment_stride", "run")),
-        ("each", np.int64),  # neurons in a piece
-        ("pull", np.float64),
-    ]
-)
 RATES = np.dtype(
     [
         *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "eps", "low", "largest")),
@@ -63,7 +54,7 @@ RATES = np.dtype(
 
 
 class Layout(NamedTuple):
-    """Where a tensor's neurons lie, in entries from its start.
+    """Where a tensor's neurons lie, in entries from its start, and how the work on them is cut.
 
     Neuron j begins at ``j // inner * outer_stride + j % inner * inner_stride``, and has
     ``segments`` runs of ``run`` neighbours each. Gains have no runs.
@@ -76,56 +67,98 @@ class Layout(NamedTuple):
     segments: int
     segment_stride: int
     run: int
+    each: int
 
-    @property
-    def columns(self) -> bool:
-        """Whether neighbours in memory belong to neighbouring neurons."""
-        return self.run == 1 and self.inner_stride == 1
+
+TASK = np.dtype(
+    [
+        *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
+        ("held", np.int64),  # address of the radii, or of the scale of gains; 0 if the rates have it
+        *((name, np.int64) for name in Layout._fields),
+        ("pull", np.float64),
+    ]
+)
+
+
+@dataclass(slots=True)
+class Work:
+    """Tensors of one dtype. It holds them, so that their addresses stay true."""
+
+    weights: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    tasks: list[tuple[float, ...]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # of each task's pieces, in the list of all
+    pieces: int = 0
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
     """Take one step with every job: those that are plain memory here, the others by foreach."""
     rest: list[Job] = []
-    alike: dict[torch.dtype, list[tuple[Job, Layout]]] = {}
+    works = {torch.float32: Work(), torch.float64: Work()}
+    initial, scaled = settings.fix_norm == "initial", settings.scale is not None
     for job in jobs:
-        layout = _layout_of(job)
-        if layout is None:
+        weight, grad, state, axes, pull = job
+        work, stride = works.get(weight.dtype), weight.stride()
+        # of a sharded tensor and the like, pointers are not what they seem
+        plain = type(weight) in (Parameter, Tensor) and weight.is_cpu and grad.layout is torch.strided
+        cut = _layout(weight.shape, stride, axes) if plain and not weight.is_neg() else None
+        if work is None or cut is None:
             rest.append(job)
-        else:
-            alike.setdefault(job.parameter.dtype, []).append((job, layout))
-    for dtype, batch in alike.items():
-        _step(batch, settings, dtype)
+            continue
+        layout, pieces = cut
+        if grad.dtype != weight.dtype or grad.stride() != stride or grad.is_neg():
+            grad = torch.empty_strided(weight.shape, stride, dtype=weight.dtype).copy_(grad)
+        held = 0  # the address of the radii, or of the scale of gains
+        if initial if axes else not scaled:
+            held = state["radius" if axes else "scale"].data_ptr()
+        counts = state["grad_norm"].data_ptr(), state["step"].data_ptr(), state["skipped"].data_ptr()
+        work.tasks.append((weight.data_ptr(), grad.data_ptr(), *counts, held, *layout, pull))
+        work.weights.append(weight)
+        work.grads.append(grad)
+        work.pieces += pieces
+        work.ends.append(work.pieces)
+    for dtype, work in works.items():
+        if work.tasks:
+            _do(work, settings, dtype)
     foreach.step(rest, settings)
 
 
-def _layout_of(job: Job) -> Layout | None:
-    weight = job.parameter
-    if (
-        type(weight) not in (Tensor, Parameter)  # sharded and the like, where pointers are not what they seem
-        or weight.device.type != "cpu"
-        or weight.dtype not in (torch.float32, torch.float64)
-        or job.grad.layout is not torch.strided
-        or weight.is_neg()
-    ):
-        return None
-    return _layout(weight.shape, weight.stride(), job.axes)
+def _do(work: Work, settings: Settings, dtype: torch.dtype) -> None:
+    """Take the step, in as many threads as torch uses."""
+    tasks, ends = np.array(work.tasks, TASK), np.array(work.ends)
+    sat_out, counter = np.zeros(work.pieces, np.int64), np.zeros(1, np.int64)
+    all_of_it: tuple[Any, ...] = (tasks, ends, sat_out, counter.ctypes.data, _rates(settings, dtype), _like(dtype))
+    threads = torch.get_num_threads()
+    helpers = [_pool(threads, os.getpid()).submit(_share, *all_of_it) for _ in range(min(threads, work.pieces) - 1)]
+    _share(*all_of_it)
+    for helper in helpers:
+        helper.result()
+    _count(tasks, ends, sat_out)
+    torch.autograd.graph.increment_version(work.weights)  # torch has not seen them change
 
 
 @lru_cache(maxsize=4096)
-def _layout(shape: tuple[int, ...], stride: tuple[int, ...], axes: tuple[int, ...]) -> Layout | None:
-    """The layout of a tensor, if its neurons have one."""
+def _layout(shape: tuple[int, ...], stride: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Layout, int] | None:
+    """The layout of a tensor, if its neurons have one, and the number of pieces it is cut into."""
     fan_in = _merged(sorted([(stride[i], shape[i]) for i in axes], reverse=True))
     neurons = _merged([(stride[i], shape[i]) for i in range(len(shape)) if i not in axes])  # as the averages are
     if _overlap(fan_in + neurons) or len(neurons) > 2:
         return None
-    if not axes:
-        return Layout(neurons[0][1], 1, 1, 0, 0, 0, 0) if len(neurons) == 1 and neurons[0][0] == 1 else None
     (outer_stride, outer), (inner_stride, inner) = [(0, 1), *neurons][-2:]
+    count = outer * inner
+    if not axes:
+        each = PIECE // GAIN
+        return (Layout(count, 1, 1, 0, 0, 0, 0, each), -(-count // each)) if neurons == [(1, count)] else None
     run = fan_in.pop()[1] if fan_in[-1][0] == 1 else 1
     if len(fan_in) > 1:
         return None
     segment_stride, segments = fan_in[0] if fan_in else (0, 1)
-    return Layout(outer * inner, inner, outer_stride, inner_stride, segments, segment_stride, run)
+    each = max(1, PIECE // (segments * run))
+    pieces = -(-count // each)
+    if run == 1 and inner_stride == 1:  # columns, not cut unless they must be: memory likes whole rows
+        each = -(-inner // -(-inner // COLUMNS))
+        pieces = outer * -(-inner // each)
+    return Layout(count, inner, outer_stride, inner_stride, segments, segment_stride, run, each), pieces
 
 
 def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -149,66 +182,6 @@ def _overlap(dims: list[tuple[int, int]]) -> bool:
             return True
         end = stride * size
     return False
-
-
-def _grad(job: Job) -> Tensor:
-    """The gradient in the dtype and memory layout of the weights."""
-    weight, grad = job.parameter, job.grad
-    same = grad.dtype == weight.dtype and grad.stride() == weight.stride() and not grad.is_neg()
-    return grad if same else torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype).copy_(grad)
-
-
-def _step(batch: Sequence[tuple[Job, Layout]], settings: Settings, dtype: torch.dtype) -> None:
-    """Take one step with tensors of one dtype, in as many threads as torch uses."""
-    weights, grads = [job.parameter for job, _ in batch], [_grad(job) for job, _ in batch]
-    tasks, ends, last = [], [], 0
-    for (job, layout), grad in zip(batch, grads, strict=True):
-        each, pieces = _cut(layout)
-        ends.append(last := last + pieces)
-        tasks.append((*_addresses(job, grad, settings), *layout, each, job.pull))
-    counter, sat_out = np.zeros(1, np.int64), np.zeros(last, np.int64)
-    work: tuple[Any, ...] = (
-        np.array(tasks, TASK),
-        np.array(ends),
-        sat_out,
-        counter.ctypes.data,
-        _rates(settings, dtype),
-        _like(dtype),
-    )
-
-    threads = torch.get_num_threads()
-    helpers = [_pool(threads, os.getpid()).submit(_share, *work) for _ in range(min(threads, last) - 1)]
-    _share(*work)
-    for helper in helpers:
-        helper.result()
-    _count(*work[:3])
-    torch.autograd.graph.increment_version(weights)  # torch has not seen them change
-
-
-def _addresses(job: Job, grad: Tensor, settings: Settings) -> tuple[int, ...]:
-    state, held = job.state, None
-    if job.axes and settings.fix_norm == "initial":
-        held = state["radius"]
-    elif not job.axes and settings.scale is None:
-        held = state["scale"]
-    return (
-        job.parameter.data_ptr(),
-        grad.data_ptr(),
-        state["grad_norm"].data_ptr(),
-        state["step"].data_ptr(),
-        state["skipped"].data_ptr(),
-        0 if held is None else held.data_ptr(),
-    )
-
-
-@lru_cache(maxsize=4096)
-def _cut(layout: Layout) -> tuple[int, int]:
-    """Neurons in a piece, and pieces. Columns are not cut unless they must be: memory likes whole rows."""
-    if layout.columns:
-        each = -(-layout.inner // -(-layout.inner // COLUMNS))
-        return each, layout.neurons // layout.inner * -(-layout.inner // each)
-    each = max(1, PIECE // (layout.segments * layout.run or GAIN))
-    return each, -(-layout.neurons // each)
 
 
 @lru_cache(maxsize=1)
@@ -323,7 +296,6 @@ def _nudge(task, first, last, correction, rates, like):
     grads = _array(task.grad, first, last - first, like)
     averages = _array(task.average, first, last - first, like)
     reach = rates.lr * (_array(task.held, 0, 1, like)[0] if task.held else rates.scale)
-    keep, take = math.sqrt(rates.beta), math.sqrt(1 - rates.beta)
     sat_out = 0
     for i in range(gains.size):
         b = np.float64(gains[i])
@@ -331,7 +303,7 @@ def _nudge(task, first, last, correction, rates, like):
         if not abs(g) <= rates.largest:
             sat_out += 1
             continue
-        averages[i] = math.hypot(keep * averages[i], take * g)
+        averages[i] = _root(averages[i], g, rates)
         corrected = averages[i] / correction
         if g != 0 and corrected > 0 and reach != 0:
             nudged = b - reach * (g / corrected)
@@ -423,28 +395,28 @@ def _turn_columns(task, first, last, correction, rates, like):
             _sum_down(_array(task.weight, at, width, like), _array(task.grad, at, width, like), block)
         sums += block
 
-    turns, ordinary = block, np.empty(width + 1, np.bool_)
-    ordinary[width] = False
+    turns, odd, count = block, np.empty(width + 1, np.int64), 0
     for i in range(width):
         five = Sums(sums[i], sums[i + PITCH], sums[i + 2 * PITCH], sums[i + 3 * PITCH], sums[i + 4 * PITCH])
         radius = _radius(task, first + i, like)
         turn = _turn(five, task, averages[first + i], radius, correction, rates)
-        ordinary[i] = turn.ordinary
         if turn.ordinary:
             averages[first + i] = turn.average
             turns[i], turns[i + PITCH], turns[i + 2 * PITCH] = turn.stretch, turn.along, turn.shift
+        else:
+            odd[count] = i
+            count += 1
+    odd[count] = width
 
     for row in range(task.segments):
         begin, at = 0, start + row * task.segment_stride
-        for end in range(width + 1):
-            if not ordinary[end]:  # here ends a run of columns to sweep
-                weights = _array(task.weight, at + begin, end - begin, like)
-                _sweep_down(weights, _array(task.grad, at + begin, end - begin, like), turns[begin:])
-                begin = end + 1
+        for end in odd[: count + 1]:  # sweep the columns between one that is odd and the next
+            weights = _array(task.weight, at + begin, end - begin, like)
+            _sweep_down(weights, _array(task.grad, at + begin, end - begin, like), turns[begin:])
+            begin = end + 1
     sat_out = 0
-    for i in range(width):
-        if not ordinary[i]:
-            sat_out += _turn_carefully(task, first + i, correction, rates, like)
+    for i in odd[:count]:
+        sat_out += _turn_carefully(task, first + i, correction, rates, like)
     return sat_out
 
 
@@ -504,7 +476,7 @@ def _turn_carefully(task, neuron, correction, rates, like):
     rounded, length = like.dtype.type, _norm(g)
     if not length <= rates.largest:
         return 1
-    average[0] = math.hypot(math.sqrt(rates.beta) * average[0], math.sqrt(1 - rates.beta) * rounded(length))
+    average[0] = _root(average[0], rounded(length), rates)
     corrected = average[0] / correction
     if not (length > 0 and corrected > 0 and rates.lr != 0):
         return 0
@@ -540,6 +512,16 @@ def _turn_carefully(task, neuron, correction, rates, like):
         for i in range(task.run):
             weights[i] = w[segment * task.run + i] * stretch
     return 0
+
+
+@compiled
+def _root(average, length, rates):
+    """The running average after a gradient, as the rule's; by hypot, which is slow, if squares leave float64."""
+    average, length = np.float64(average), np.float64(length)
+    square = rates.beta * (average * average) + (1 - rates.beta) * (length * length)
+    if 1e-290 < square < 1e290:
+        return math.sqrt(square)
+    return math.hypot(math.sqrt(rates.beta) * average, math.sqrt(1 - rates.beta) * length)
 
 
 @compiled

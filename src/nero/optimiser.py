@@ -46,7 +46,8 @@ class Nero(torch.optim.Optimizer):
             number: ``"skip"`` lets it sit out that step and counts it in :attr:`skipped`;
             ``"raise"`` stops with a ``FloatingPointError`` before anything has changed, at the
             price of waiting for the gradients.
-        backend: ``"eager"``, ``"foreach"``, or ``"auto"`` for the fastest that serves.
+        backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU; it needs the extra
+            ``cpu``), or ``"auto"`` for the best that needs nothing but torch.
 
     Every option can be given for a group alone. A group can also carry ``role`` (``"neuron"``,
     ``"gain"``, ``"bias"``, or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``,

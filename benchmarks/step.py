@@ -122,7 +122,7 @@ def check_backends(shapes: Shapes, device: torch.device) -> None:
             optimiser.step()
         results.append(_flat(parameters))
     for one, *others in zip(*results, strict=True):
-        distance = max(float((one - other).abs().max()) for other in others)
+        distance = max(float((one - other).detach().abs().max()) for other in others)
         if not distance <= 1e-5:
             raise SystemExit(f"{shapes.name}: the backends disagree by {distance}; no report")
 

@@ -40,12 +40,6 @@ def ours(backend: str, name: str | None = None) -> Contender:
     return Contender(name or f"Nero ({backend})", lambda p: nero.Nero(groups(p), backend=made), SGD_TRAFFIC, ours=True)
 
 
-def backends(device: torch.device) -> list[str]:
-    """The backends that can run here."""
-    available: Any = getattr(nero.backends, "available", lambda _: ["eager", "foreach"])
-    return list(available(device))
-
-
 def everyone(device: torch.device, compiled: bool) -> tuple[list[Contender], list[str]]:
     """All that can run here, and a note for each that cannot."""
     found, notes = list(REFERENCES), []
@@ -85,4 +79,4 @@ def everyone(device: torch.device, compiled: bool) -> tuple[list[Contender], lis
                 found.append(
                     Contender(f"{kind} (pytorch_optimizer)", lambda p, make=make: make(flat(p)), traffic)  # type: ignore[misc]
                 )
-    return found + [ours(backend) for backend in backends(device)], notes
+    return found + [ours(backend) for backend in nero.backends.available(device)], notes

@@ -2,10 +2,12 @@
 
 from functools import partial
 
-from contenders import REFERENCES, backends, ours
+from contenders import REFERENCES, ours
 from shapes import Shapes, matrices
 from step import measure
 from timing import Bench, Job, Row
+
+import nero
 
 #: Beyond so many parameters, only the fastest backend is measured.
 FOREACH = 300_000_000
@@ -18,7 +20,9 @@ def jobs(bench: Bench) -> list[Job]:
 
 def _measure(by: str, shapes: Shapes, bench: Bench) -> list[Row]:
     those = [*REFERENCES, ours("auto", "Nero")]
-    if len(backends(bench.device)) > 2 and shapes.total <= FOREACH:  # of two backends, foreach is the fastest
+    if (
+        len(nero.backends.available(bench.device)) > 2 and shapes.total <= FOREACH
+    ):  # of two backends, foreach is the fastest
         those.append(ours("foreach"))
     return [{"by": by, **row} for row in measure(shapes, those, bench)]
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from contenders import ADAM, SGD, Contender, backends, everyone
+from contenders import ADAM, SGD, Contender, everyone
 from rich.table import Table
 from shapes import Parameters, Shapes, deep_mlp, flat, gpt2, gpt2_xl, groups, resnet50, twin
 from timing import Bench, Clock, Job, Row, Step, burst_length, device_time, milliseconds, ratio, take_turns
@@ -139,7 +139,7 @@ def check_backends(shapes: Shapes, device: torch.device) -> None:
         return [each.detach() for each in flat(parameters)]
 
     exact = after_two_steps("eager", torch.float64)
-    for backend in backends(device):
+    for backend in nero.backends.available(device):
         pairs = zip(after_two_steps(backend, torch.float32), exact, strict=True)
         apart = max(float((one - other).abs().max()) for one, other in pairs)
         if not apart <= TOLERANCE:

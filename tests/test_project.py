@@ -44,7 +44,7 @@ def test_import_brings_nothing_but_torch():
 
 
 @pytest.mark.parametrize(
-    "path", ["rule.py", *(f"backends/{name}.py" for name in ("__init__", "cpu", "eager", "foreach", "job"))]
+    "path", ["rule.py", *(f"backends/{name}.py" for name in ("__init__", "cpu", "eager", "foreach", "job", "numba"))]
 )
 def test_the_rule_and_the_backends_see_no_module(path: str):
     tree = ast.parse((ROOT / "src/nero" / path).read_text())

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from nero.backends import CHOICES, has_triton, triton
+from nero.backends import CHOICES, has, triton
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -30,17 +30,17 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
 
 
-def check_for_kernels(name: str, *tensors: Tensor) -> None:
-    """Raise if a parameter is not one for Triton's kernels, which were asked for by name."""
+def check_backend(backend: str, name: str, *tensors: Tensor) -> None:
+    """Raise if a backend that was asked for by name cannot step a parameter, or has no library to do it with."""
     instead = "use backend='foreach', or 'auto' for the fastest that serves"
-    if not has_triton():
-        raise ImportError(
-            f"backend='triton' needs Triton (pip install triton), for {name} as for all others; {instead}"
-        )
-    for tensor, what in zip(tensors, ("", "the gradient of "), strict=False):
-        reason = triton.why_not(tensor)
-        if reason is not None:
-            raise ValueError(f"backend='triton' cannot step {name}: {what}{name} is {reason}; {instead}")
+    if backend in ("numba", "triton") and not has(backend):
+        how = {"numba": "pip install 'nero-optim[cpu]'", "triton": "pip install triton"}[backend]
+        raise ModuleNotFoundError(f"backend={backend!r}, asked for {name}, needs {backend} ({how}); {instead}")
+    if backend == "triton":
+        for tensor, what in zip(tensors, (name, f"the gradient of {name}"), strict=False):
+            reason = triton.why_not(tensor)
+            if reason is not None:
+                raise ValueError(f"backend='triton' cannot step {name}: {what} is {reason}; {instead}")
 
 
 def check_lr(lr: object, wait: bool = True) -> None:

@@ -12,7 +12,7 @@ from nero import backends
 from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_for_kernels, check_lr, check_options, check_parameter
+from nero.checks import check_backend, check_lr, check_options, check_parameter
 from nero.roles import Role, param_groups, role_from_shape
 from nero.rounding import Rounding
 
@@ -70,7 +70,8 @@ class Nero(torch.optim.Optimizer):
         rounding: how half-precision parameters are rounded: to ``"nearest"``, or ``"stochastic"``, up or down by
             chance, so that steps too small for the dtype are made now and then instead of never
             (reproducible from ``torch.manual_seed``).
-        backend: ``"eager"``, ``"foreach"``, ``"triton"``, or ``"auto"`` for the fastest that serves.
+        backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU; it needs the extra ``cpu``),
+            ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that serves.
 
     Every option can be given for a group alone. A group can also carry ``role`` (``"neuron"``,
     ``"gain"``, ``"bias"``, or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``,
@@ -336,7 +337,7 @@ class Nero(torch.optim.Optimizer):
     def _line(self, number: int, group: dict[str, Any], parameter: Tensor) -> Line | None:
         """A parameter's place in a sweep, if it can have one."""
         by_name = group["backend"] == "triton"
-        by_itself = group["backend"] == "auto" and parameter.is_cuda and backends.has_triton()
+        by_itself = group["backend"] == "auto" and parameter.is_cuda and backends.has("triton")
         if not (by_name or by_itself) or not parameter.numel():
             return None
         grad = parameter.grad if parameter.requires_grad else None
@@ -344,7 +345,7 @@ class Nero(torch.optim.Optimizer):
         if any(map(why_not, seen)):
             if by_name:
                 index = next(i for i, each in enumerate(group["params"]) if each is parameter)
-                check_for_kernels(self._name_of(group, index), *seen)
+                check_backend("triton", self._name_of(group, index), *seen)
             return None
         if grad is None and not self.state.get(parameter):
             return None  # frozen, so far
@@ -355,8 +356,7 @@ class Nero(torch.optim.Optimizer):
         """A parameter's role, if Nero can train it in that."""
         name, parameter = self._name_of(group, index), group["params"][index]
         check_parameter(name, parameter)
-        if group["backend"] == "triton":
-            check_for_kernels(name, parameter)
+        check_backend(group["backend"], name, parameter)
         try:
             return _role(group, parameter)
         except ValueError as error:

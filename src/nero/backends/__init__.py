@@ -10,30 +10,48 @@ import torch
 from nero.backends import eager, foreach, triton
 from nero.backends.job import Job, Settings
 
-Backend: TypeAlias = Literal["auto", "eager", "foreach", "triton"]
-CHOICES: tuple[Backend, ...] = ("auto", "eager", "foreach", "triton")
-BACKENDS: dict[str, Callable[[Sequence[Job], Settings], None]] = {"eager": eager.step, "foreach": foreach.step}
+Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
+CHOICES: tuple[Backend, ...] = ("auto", "eager", "foreach", "numba", "triton")
+#: From so many numbers on, numba's loops are worth the time that it takes to compile or load them.
+MANY = 1 << 20
+
+
+def _numba_step(jobs: Sequence[Job], settings: Settings) -> None:
+    """Compiled loops; numba is imported when they are first asked for."""
+    from nero.backends import numba
+
+    numba.step(jobs, settings)
+
+
+#: Those that take jobs as they come. Triton's kernels want them sorted out before: nero.backends.triton.Sweep.
+BACKENDS: dict[str, Callable[[Sequence[Job], Settings], None]] = {
+    "eager": eager.step,
+    "foreach": foreach.step,
+    "numba": _numba_step,
+}
 
 
 def step(backend: Backend, jobs: Sequence[Job], settings: Settings) -> None:
-    """Take one step with every job, but for those that Triton's kernels take (:class:`nero.backends.triton.Sweep`).
-
-    A compiler gets the plain rule to fuse.
-    """
-    chosen = backend if backend in BACKENDS else "foreach"
-    BACKENDS["eager" if torch.compiler.is_compiling() else chosen](jobs, settings)
+    """Take one step with every job. A compiler gets the plain rule to fuse."""
+    if torch.compiler.is_compiling():
+        eager.step(jobs, settings)
+    elif backend in BACKENDS:
+        BACKENDS[backend](jobs, settings)
+    else:
+        numbers = sum(job.parameter.numel() for job in jobs if job.parameter.is_cpu)
+        BACKENDS["numba" if numbers >= MANY and has("numba") else "foreach"](jobs, settings)
 
 
 def available(device: torch.device) -> list[str]:
     """The backends that can step parameters on that device, the fastest last."""
-    kernels = has_triton() and triton.why_not(torch.empty(0, device=device)) is None
-    return [*BACKENDS, *(["triton"] if kernels else [])]
+    compiled = {"numba": device.type == "cpu", "triton": triton.why_not(torch.empty(0, device=device)) is None}
+    return ["eager", "foreach", *(name for name, serves in compiled.items() if serves and has(name))]
 
 
 @cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+def has(library: str) -> bool:
+    """Whether a library is installed."""
+    return find_spec(library) is not None
 
 
-__all__ = ["BACKENDS", "CHOICES", "Backend", "Job", "Settings", "available", "has_triton", "step", "triton"]
+__all__ = ["BACKENDS", "CHOICES", "Backend", "Job", "Settings", "available", "has", "step", "triton"]

@@ -66,19 +66,20 @@ def _neurons_at(record, i):
 
 
 @triton.jit
-def _stored(x, dtype: tl.constexpr, noise, at, rounding: tl.constexpr):
-    """X in the dtype of the weights; if ``rounding``, up or down by chance, so that on average it is x."""
-    if rounding and dtype != tl.float32:
-        kept: tl.constexpr = 7 if dtype == tl.bfloat16 else 10
-        smallest: tl.constexpr = 1 if dtype == tl.bfloat16 else 103  # 2**-126 and 2**-24, as exponents
-        x = x.to(tl.float32)
-        exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
-        exponent = tl.maximum(exponent - kept, smallest)
+def _stored(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
+    """X in the dtype of the weights, rounded to nearest or as in nero.rounding."""
+    x = x.to(tl.float32)
+    bits = x.to(tl.int32, bitcast=True)
+    if dtype == tl.bfloat16:  # by hand to nearest too, where Triton's interpreter would round down
+        carry = (tl.randint(noise, at) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
+        x = ((bits + carry) & -0x10000).to(tl.float32, bitcast=True)
+    elif STOCHASTIC:
+        exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is that of 2**-24
         quantum = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        dropped: tl.constexpr = 23 - kept
-        chance = (tl.randint(noise, at) & ((1 << dropped) - 1)).to(tl.float32) * (1.0 / (1 << dropped))
-        x = tl.floor(x * inverse + chance) * quantum
+        chance = (tl.randint(noise, at) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
+        size = tl.floor(tl.abs(x) * inverse + chance) * quantum
+        x = tl.where(bits < 0, -size, size)
     return x.to(dtype)
 
 
@@ -259,8 +260,9 @@ def _nudge_tile(
 
 @triton.jit
 def step(
-    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, SHAPES: tl.constexpr,
-    FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """One tile of gains, of biases or of whole neurons. ``SHAPES`` has a bit for each shape of tile there is."""
     owner = tl.load(owners + tl.program_id(0))
@@ -272,7 +274,7 @@ def step(
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST).to(tl.int32)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner * 0x9E3779B9
+        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
     for each in tl.static_range(0, 2 * 15):
         if (SHAPES >> each) & 1:
             if shape == each:
@@ -378,7 +380,7 @@ def turn(
     w = tl.load(weight, entries, 0).to(tl.float64)
     out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner * 0x9E3779B9
+        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
     tl.store(weight, _stored(out, W, noise, where, STOCHASTIC), entries & tl.expand_dims(moving, axis))
     if tile % pieces == 0:
         tl.store(_pointer(record, AVERAGE, tl.float32) + i, average, here)

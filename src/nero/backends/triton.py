@@ -97,14 +97,16 @@ class _Launch:
     constants: dict[str, Any]
     warps: int
     registers: int | None = None
-    compiled: Any = None
+    again: Callable[..., object] | None = None
 
-    def __call__(self, *arguments: Tensor | int) -> None:
-        if self.compiled is None:
+    def __call__(self, stream: int | None, *arguments: Tensor | int) -> None:
+        if self.again is None:
             options = {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
-            self.compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **options)
-        else:  # past Triton's own look at the arguments, whose dtypes and alignment stay as they are
-            self.compiled[(self.programs, 1, 1)](*arguments, *self.constants.values())
+            compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **options)
+            # past Triton's look at the arguments, whose dtypes and alignment stay as they are
+            self.again = None if compiled is None else compiled[(self.programs, 1, 1)]
+        else:
+            self.again(*arguments, *self.constants.values(), stream=stream)
 
 
 class Rate(NamedTuple):
@@ -201,16 +203,18 @@ class Sweep:
         words = [*addresses, *(word for rate in rates for word in self._words(rate))]
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
-                self._launch(self._capture(words) if torch.cuda.is_current_stream_capturing() else self._upload(words))
+                capturing = torch.cuda.is_current_stream_capturing()
+                changing = self._capture(words) if capturing else self._upload(words)
+                self._launch(changing, torch.cuda.current_stream().cuda_stream)
         else:
-            self._launch(self._upload(words))
+            self._launch(self._upload(words), None)
         self._borrowed, self._found = [], addresses
 
-    def _launch(self, changing: Tensor) -> None:
-        self._count(self._records, changing, self._rates, len(self.lines))
+    def _launch(self, changing: Tensor, stream: int | None) -> None:
+        self._count(stream, self._records, changing, self._rates, len(self.lines))
         noise = torch.randint(1 << 62, (1,), device=self.device) if self._stochastic else changing
         for launch, owners in self._launches:
-            launch(owners, self._records, changing, self._rates, self._sums, noise)
+            launch(stream, owners, self._records, changing, self._rates, self._sums, noise)
 
     def _words(self, rate: Rate) -> tuple[int, int, int]:
         """A learning rate as the kernels read it: where a float32 is, or a float64, and a number to multiply it by."""

@@ -1,0 +1,112 @@
+"""What only the compiled backend can get wrong: threads, addresses behind torch's back, its absence."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import Case, Oracle
+from torch import Tensor, nn
+
+import nero
+
+
+def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    optimiser = nero.Nero([{"params": parameters, "fan_in_axes": axes}], backend="numba")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            parameters[0].grad[0] = 0
+            optimiser.step()
+    finally:
+        torch.set_num_threads(before)
+    averages = [optimiser.state[parameter]["grad_norm"] for parameter in parameters]
+    return [each.detach() for each in [*parameters, *averages]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axes"),
+    [
+        ([(300, 700), (40,), (9, 3, 3, 3), (20_000,), (3, 100_000), *[(5, 7)] * 50], None),
+        ([(700, 300), (5000, 4), (3, 7000)], (0,)),
+    ],
+    ids=["rows", "columns"],
+)
+def test_the_number_of_threads_changes_no_bit(shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None):
+    once = trained(1, shapes, axes)
+    for threads in (2, 3, 7):
+        assert all(torch.equal(one, other) for one, other in zip(once, trained(threads, shapes, axes), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((2, 300_000), (1,)), ((300_000, 2), (0,)), ((3, 7000), (0,)), ((2, 40, 5, 30), (1, 3))]
+)
+def test_sizes_that_are_cut(shape: tuple[int, ...], axes: tuple[int, ...]):
+    """Long fan-in is summed in blocks, and many columns are several pieces."""
+    case, generator = Case("cut", shape, "neuron", axes), torch.Generator().manual_seed(4)
+    parameter = nn.Parameter(case.tensor(generator, torch.float32))
+    reference, optimiser = Oracle(case, parameter), nero.Nero([case.group(parameter)], backend="numba")
+    for _ in range(2):
+        parameter.grad = case.tensor(generator, torch.float32)
+        reference.step(parameter.grad)
+        optimiser.step()
+    reference.check(parameter, optimiser.state[parameter], 1e-5)
+
+
+def test_odd_columns_among_ordinary_ones():
+    """Each column's trouble is its own, at the edges too."""
+    results = []
+    for backend in ("eager", "numba"):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(20, 9))
+        optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}], backend=backend)
+        entered = weight.detach().clone()
+        weight.grad = torch.randn(20, 9)
+        weight.grad[:, [0, 3, 8]] = torch.tensor([0.0, torch.nan, torch.inf])
+        weight.grad[:, 4] *= 1e30
+        weight.grad[:, 5] *= 1e-30
+        optimiser.step()
+        assert torch.equal(weight[:, [0, 3, 8]], entered[:, [0, 3, 8]])
+        assert optimiser.state[weight]["skipped"] == 2
+        results.append((weight.detach(), optimiser.state[weight]["grad_norm"]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_autograd_sees_that_weights_have_changed():
+    layers = nn.Sequential(nn.Linear(3, 4), nn.ConvTranspose2d(4, 4, 3, groups=2))
+    optimiser = nero.Nero(layers, backend="numba")
+    out = layers[0](torch.randn(2, 3, requires_grad=True)).square().sum()
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter) + torch.rand_like(parameter)
+    versions = [parameter._version for parameter in layers.parameters()]
+    optimiser.step()
+    assert all(p._version > before for p, before in zip(layers.parameters(), versions, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_a_gradient_whose_sign_is_yet_to_be_turned():
+    weights = [nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in range(2)]
+    optimiser = nero.Nero(weights, backend="numba")
+    grad = torch.randn(3, 4)
+    weights[0].grad, weights[1].grad = grad, torch._neg_view(-grad)
+    optimiser.step()
+    assert torch.equal(*weights)
+
+
+def test_without_numba_the_error_says_what_to_do():
+    code = (
+        "import sys, torch\nsys.modules['numba'] = None\nimport nero\nlayer = torch.nn.Linear(3, 2)\n"
+        "optimiser = nero.Nero(layer, backend='numba')\nlayer(torch.ones(1, 3)).sum().backward()\noptimiser.step()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        "ModuleNotFoundError: backend='numba', asked for weight, needs numba (pip install 'nero-optim[cpu]')"
+        in done.stderr
+    )
+    assert "backend='foreach'" in done.stderr

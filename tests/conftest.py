@@ -11,7 +11,9 @@ INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from nero.backends import BACKENDS, cpu, foreach  # noqa: E402
+from nero.backends import cpu, foreach, has  # noqa: E402
+
+LIBRARIES = [name for name in ("numba", "triton") if has(name)]
 
 # examples are derived from the test alone: a run today is the run of tomorrow
 hypothesis.settings.register_profile(
@@ -45,7 +47,7 @@ def few(backend: str, many: int, enough: int = 20) -> int:
     return enough if backend == "triton" and INTERPRETED else many
 
 
-@pytest.fixture(params=[*BACKENDS, "triton", "foreach, in pieces", "foreach, in stacks"])
+@pytest.fixture(params=["eager", "foreach", *LIBRARIES, "foreach, in pieces", "foreach, in stacks"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every backend; foreach also with small tensors in pieces, as large ones on a CPU, and in stacks, as on a GPU."""
     if request.param == "foreach, in pieces":

@@ -44,8 +44,8 @@ def step(backend: Backend, jobs: Sequence[Job], settings: Settings) -> None:
 
 def available(device: torch.device) -> list[str]:
     """The backends that can step parameters on that device, the fastest last."""
-    compiled = {"numba": device.type == "cpu", "triton": triton.why_not(torch.empty(0, device=device)) is None}
-    return ["eager", "foreach", *(name for name, serves in compiled.items() if serves and has(name))]
+    compiled = {"cpu": "numba", "cuda": "triton"}.get(device.type, "")
+    return ["eager", "foreach", *([compiled] if compiled and has(compiled) else [])]
 
 
 @cache

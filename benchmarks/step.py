@@ -73,19 +73,27 @@ def measure(shapes: Shapes, those: Sequence[Contender], bench: Bench) -> list[Ro
             "of_fused_adam": round(ratio(times[name], times[ADAM]), 3),
             "of_fused_sgd": round(ratio(times[name], times[SGD]), 3),
             "bytes_per_parameter": contender.traffic,
-            "of_copy_bandwidth": contender.traffic and round(contender.traffic * total / seconds / bench.bandwidth, 4),
+            "of_copy_bandwidth": _fraction(contender, total, seconds, bench),
+            "device_of_copy_bandwidth": None,
             "state_bytes": state_bytes(optimiser),
             "state_of_adam": round(state_bytes(optimiser) / adam, 6),
         }
         if clock.gpu:
             host = statistics.median(clock.until_return(step) for _ in range(10))
             row["host_milliseconds"] = milliseconds(host)
-            row["device_milliseconds"] = milliseconds(device_time(step, counts[name], host, clock))
+            alone = device_time(step, counts[name], host, clock)
+            row["device_milliseconds"] = milliseconds(alone)
+            row["device_of_copy_bandwidth"] = alone and _fraction(contender, total, alone, bench)
             if contender.ours:
                 row["host_moving_milliseconds"] = milliseconds(_host_moving(optimiser, clock))
         rows.append(row)
         bench.tick()
     return rows
+
+
+def _fraction(contender: Contender, total: int, seconds: float, bench: Bench) -> float | None:
+    """Of the bandwidth of a copy, what a step so long makes of it with the bytes that it cannot do without."""
+    return contender.traffic and round(contender.traffic * total / seconds / bench.bandwidth, 4)
 
 
 def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Bench) -> Running | None:
@@ -161,7 +169,7 @@ def table(rows: list[Row]) -> Table:
     made = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
     made.title = f"{first['shapes']}, {first['parameters'] / 1e6:.4g} M in {first['tensors']} tensors"
     made.add_column("optimiser", no_wrap=True)
-    for title in ("ms", "device", "host", "moving", "/ Adam", "/ SGD", "of copy", "state / Adam", "rounds"):
+    for title in ("ms", "device", "host", "moving", "/ Adam", "/ SGD", "of copy", "device", "state / Adam", "rounds"):
         made.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         times = [row[f"{kind}milliseconds"] for kind in ("", "device_", "host_", "host_moving_")]
@@ -170,7 +178,10 @@ def table(rows: list[Row]) -> Table:
             *("" if each is None else f"{each:.3g}" for each in times),
             f"{row['of_fused_adam']:.2f}",
             f"{row['of_fused_sgd']:.2f}",
-            "" if row["of_copy_bandwidth"] is None else f"{row['of_copy_bandwidth']:.0%}",
+            *(
+                "" if row[f"{kind}of_copy_bandwidth"] is None else f"{row[f'{kind}of_copy_bandwidth']:.0%}"
+                for kind in ("", "device_")
+            ),
             f"{row['state_of_adam']:.2%}",
             f"{row['rounds']}",
         )

@@ -247,6 +247,7 @@ def test_a_form_of_three_strides_goes_to_another_backend():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_a_step_waits_for_nothing(rounding: str):
     """Also the first one, and when gradients move."""
@@ -256,12 +257,11 @@ def test_a_step_waits_for_nothing(rounding: str):
     for _ in range(3):
         optimiser.zero_grad(set_to_none=True)
         model(inputs).square().sum().backward()
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            torch.cuda.set_sync_debug_mode("error")
             optimiser.step()
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode("default")
     assert {state["step"].item() for state in optimiser.state.values()} == {3.0}
 
 

@@ -49,9 +49,8 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
         together = device.type == "cpu" and len({float(state["step"]) for state in states}) == 1
         if together and cpu.nudge(batch, settings):
             continue
-        owner = torch.repeat_interleave(
-            torch.arange(len(batch), device=device), torch.tensor(sizes, device=device), output_size=sum(sizes)
-        )
+        counts = torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        owner = torch.repeat_interleave(torch.arange(len(batch), device=device), counts, output_size=sum(sizes))
         update = rule.nudge(
             torch.cat([flat(job.parameter) for job in batch]).to(dtype),
             torch.cat([flat(job.grad) for job in batch]).to(dtype),

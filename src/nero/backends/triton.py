@@ -23,7 +23,7 @@ from nero.backends.job import Job, Settings
 
 #: Entries that a program holds, its warps, and the registers of a thread where Triton would take too many for enough
 #: programs to run side by side. A tensor is given the first that holds its neurons.
-TILES: dict[int, tuple[int, int | None]] = {1024: (1, 80), 4096: (4, None), 8192: (8, None), 16384: (16, None)}
+TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, None), 8192: (8, None), 16384: (16, None)}
 #: Entries in a piece of neurons that are split, because they are longer than that or lie across memory.
 PIECE = 8192
 #: Neurons side by side in a piece that lies across memory: with float32, a line of it.
@@ -99,14 +99,14 @@ class _Launch:
     registers: int | None = None
     again: Callable[..., object] | None = None
 
-    def __call__(self, stream: int | None, *arguments: Tensor | int) -> None:
+    def __call__(self, stream: int, tables: Sequence[Tensor | int], addresses: Sequence[int]) -> None:
+        """Launch on tables; from the second time on by their addresses, past Triton's look at what does not change."""
         if self.again is None:
             options = {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
-            compiled = self.kernel[(self.programs,)](*arguments, **self.constants, **options)
-            # past Triton's look at the arguments, whose dtypes and alignment stay as they are
+            compiled = self.kernel[(self.programs,)](*tables, **self.constants, **options)
             self.again = None if compiled is None else compiled[(self.programs, 1, 1)]
         else:
-            self.again(*arguments, *self.constants.values(), stream=stream)
+            self.again(*addresses, *self.constants.values(), stream=stream)
 
 
 class Rate(NamedTuple):
@@ -158,9 +158,8 @@ class Sweep:
         self._lay_out()
         groups = 1 + max(line.group for line in lines)
         self._changing = torch.zeros(len(lines) + 3 * groups, dtype=torch.int64, device=self.device)
-        self._rates = torch.zeros(len(lines), dtype=torch.float64, device=self.device)
         self._found: list[int] = []
-        self._uploaded: list[int] = []
+        self._found_words: list[int] = []
         self._spare: Tensor | None = self._pinned()
         self._borrowed: list[Tensor] = []  # what must live until the kernels are on their way
         self.captured: list[Tensor] = []  # what must live as long as a graph
@@ -175,7 +174,9 @@ class Sweep:
         if not ordinary:
             return self._look_closely(grads)
         addresses = list(map(Tensor.data_ptr, grads))
-        return None if addresses != self._found and self._misaligned(addresses) else addresses
+        if addresses == self._found:
+            return self._found
+        return None if self._misaligned(addresses) else addresses
 
     def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         addresses = []
@@ -200,21 +201,24 @@ class Sweep:
 
     def launch(self, addresses: list[int], rates: Sequence[Rate]) -> None:
         """Take the step, with gradients at these addresses and the learning rates of the groups."""
-        words = [*addresses, *(word for rate in rates for word in self._words(rate))]
+        words = [word for rate in rates for word in self._words(rate)]
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 capturing = torch.cuda.is_current_stream_capturing()
-                changing = self._capture(words) if capturing else self._upload(words)
-                self._launch(changing, torch.cuda.current_stream().cuda_stream)
+                changing = self._capture(addresses, words) if capturing else self._upload(addresses, words)
+                self._launch(changing, torch._C._cuda_getCurrentRawStream(self.device.index))
         else:
-            self._launch(self._upload(words), None)
-        self._borrowed, self._found = [], addresses
+            self._launch(self._upload(addresses, words), 0)
+        self._borrowed = []
 
-    def _launch(self, changing: Tensor, stream: int | None) -> None:
-        self._count(stream, self._records, changing, self._rates, len(self.lines))
+    def _launch(self, changing: Tensor, stream: int) -> None:
+        records, rates, sums = self._tables
+        tables: list[Tensor | int] = [records, changing, rates]
+        at = [each.data_ptr() for each in (records, changing, rates, sums)]
+        self._count(stream, [*tables, len(self.lines)], [*at[:3], len(self.lines)])
         noise = torch.randint(1 << 62, (1,), device=self.device) if self._stochastic else changing
-        for launch, owners in self._launches:
-            launch(stream, owners, self._records, changing, self._rates, self._sums, noise)
+        for launch, owners, place in self._launches:
+            launch(stream, [owners, *tables, sums, noise], [place, *at, noise.data_ptr()])
 
     def _words(self, rate: Rate) -> tuple[int, int, int]:
         """A learning rate as the kernels read it: where a float32 is, or a float64, and a number to multiply it by."""
@@ -227,21 +231,21 @@ class Sweep:
         address = lr.data_ptr()
         return (address, 0, _bits(rate.sign)) if lr.dtype == torch.float32 else (0, address, _bits(rate.sign))
 
-    def _upload(self, words: list[int]) -> Tensor:
-        if words != self._uploaded:
+    def _upload(self, addresses: list[int], words: list[int]) -> Tensor:
+        if addresses is not self._found or words != self._found_words:
             pinned = self._pinned()  # a new one each time: the last may still be on its way
-            pinned.copy_(torch.frombuffer(array("q", words), dtype=torch.int64))
+            pinned.copy_(torch.frombuffer(array("q", addresses + words), dtype=torch.int64))
             self._changing.copy_(pinned, non_blocking=True)
-            self._uploaded = words
+            self._found, self._found_words = addresses, words
         self._spare = self._pinned() if self._spare is None else self._spare
         return self._changing
 
-    def _capture(self, words: list[int]) -> Tensor:
-        """As above for a graph, which will copy the words again at each replay: they must outlive it."""
+    def _capture(self, addresses: list[int], words: list[int]) -> Tensor:
+        """As above for a graph, which will copy them again at each replay: they must outlive it."""
         if self._spare is None:
             raise RuntimeError("take a step outside of the capture between two captures")
         pinned, changing = self._spare, torch.empty_like(self._changing)
-        pinned.copy_(torch.frombuffer(array("q", words), dtype=torch.int64))
+        pinned.copy_(torch.frombuffer(array("q", addresses + words), dtype=torch.int64))
         changing.copy_(pinned, non_blocking=True)
         self.captured += [pinned, changing, *self._borrowed]
         self._spare = None
@@ -273,7 +277,7 @@ class Sweep:
 
         fields = [[0] * kernels.FIELDS.value for _ in forms]
         self._count = _Launch(kernels.count, -(-len(forms) // 128), {"BLOCK": 128}, 4)
-        self._launches: list[tuple[_Launch, Tensor]] = []
+        self._launches: list[tuple[_Launch, Tensor, int]] = []
         sums = 0
         for kind, members in by_kind.items():
             owners, shapes = array("i"), 0
@@ -308,10 +312,12 @@ class Sweep:
                 shapes |= 1 << shape
                 sums += 6 * form.neurons * pieces
             on_device = self._placed(torch.frombuffer(owners, dtype=torch.int32))
-            self._launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
+            those = _launches(kind, shapes, len(owners))
+            self._launches += [(launch, on_device, on_device.data_ptr()) for launch in those]
         words = array("q", [word for record in fields for word in record])
-        self._records = self._placed(torch.frombuffer(words, dtype=torch.int64))
-        self._sums = torch.empty(sums, dtype=torch.float64, device=self.device)
+        records = self._placed(torch.frombuffer(words, dtype=torch.int64))
+        rates, room = (torch.empty(size, dtype=torch.float64, device=self.device) for size in (len(forms), sums))
+        self._tables = (records, rates, room)
 
 
 def _launches(kind: _Kind, shapes: int, programs: int) -> list[_Launch]:

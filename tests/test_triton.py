@@ -316,6 +316,7 @@ def test_a_graph_replays_steps_while_a_scheduler_changes_the_rate():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_capture_without_a_step_before_it_is_an_error():
     model = network()
     optimiser = nero.Nero(model)
@@ -326,6 +327,7 @@ def test_a_capture_without_a_step_before_it_is_an_error():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_a_compiled_training_step():
     model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
     optimiser = nero.Nero(model, lr=torch.tensor(0.01, device="cuda"))

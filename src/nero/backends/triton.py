@@ -32,6 +32,7 @@ ABREAST = 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _grad = attrgetter("grad")
+_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def why_not(tensor: Tensor) -> str | None:
@@ -149,6 +150,7 @@ class Sweep:
         self.lines = lines
         self.parameters = [line.parameter for line in lines]
         self.device = self.parameters[0].device
+        self._indices = list(range(len(lines)))
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
         self._strides = list(map(Tensor.stride, self.parameters))
         self._grad_dtypes = [line.job.grad.dtype for line in lines]
@@ -166,16 +168,16 @@ class Sweep:
 
     def look(self) -> list[int] | None:
         """Where the gradients are, 0 for none; ``None`` if the parameters are no longer those of the sweep."""
-        if list(map(Tensor.data_ptr, self.parameters)) != self._addresses:
+        if not self._are_at(self.parameters, self._addresses):
             return None
         grads = list(map(_grad, self.parameters))
         with torch.enable_grad():  # without which a watch does not see what requires one
             ordinary = self._watch(*self.parameters) and self._watch_grads is not None and self._watch_grads(*grads)
         if not ordinary:
             return self._look_closely(grads)
-        addresses = list(map(Tensor.data_ptr, grads))
-        if addresses == self._found:
+        if self._found and self._are_at(grads, self._found):
             return self._found
+        addresses = list(map(Tensor.data_ptr, grads))
         return None if self._misaligned(addresses) else addresses
 
     def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
@@ -195,6 +197,11 @@ class Sweep:
         if all(addresses) and not self._borrowed:
             self._watch, self._watch_grads = _watch(self.parameters), _watch(grads)
         return None if self._misaligned(addresses) else addresses
+
+    def _are_at(self, tensors: Any, addresses: Any) -> bool:
+        if not _are_at:  # a torch without CUDA
+            return list(map(Tensor.data_ptr, tensors)) == addresses
+        return bool(_are_at(tensors, addresses, self._indices))
 
     def _misaligned(self, addresses: list[int]) -> bool:
         return any(address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True))

@@ -69,18 +69,25 @@ def bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
             if row is None:
                 continue
             length, y = scale * _seconds_each(row), number * (len(names) + 1.3) + place
-            axes.barh(y, min(length, end), height=0.86, color=LOOKS[name][0])
-            share = "" if row["of_copy_bandwidth"] is None else f", {row['of_copy_bandwidth']:.0%}"
-            text = f"{_three_digits(row['milliseconds'])} ms{share}"
-            inside = length > 0.72 * end
+            device = row["device_milliseconds"]
+            axes.barh(y, min(length, end), height=0.86, color=LOOKS[name][0], alpha=0.45 if device else 1)
+            if device:
+                part = length * device / row["milliseconds"]
+                axes.barh(y, min(part, end), height=0.86, color=LOOKS[name][0])
+            fraction = row["device_of_copy_bandwidth" if device else "of_copy_bandwidth"]
+            share = "" if fraction is None else f", {fraction:.0%}"
+            text = f"{_three_digits(device or row['milliseconds'])} ms{share}"
+            text += f" ({_three_digits(row['milliseconds'])} with the host)" if device else ""
+            inside = length > (0.5 if device else 0.72) * end
             axes.text(
                 0.98 * min(length, end) if inside else length + 0.01 * end,
                 y,
                 text + (" »" if length > end else ""),
-                color="white" if inside and name in (SGD, NERO, ADAM) else "black",
+                color="white" if inside and not device and name in (SGD, NERO, ADAM) else "black",
                 va="center_baseline",
                 ha="right" if inside else "left",
                 fontsize=7,
+                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.3} if inside and device else None,
             )
     axes.set_yticks([number * (len(names) + 1.3) + (len(names) - 1) / 2 for number in range(len(sets))])
     axes.set_yticklabels([name.replace(", ", ",\n").replace(" small", "\nsmall") for name in sets], fontsize=8)

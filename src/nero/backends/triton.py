@@ -200,7 +200,7 @@ class Sweep:
 
     def _are_at(self, tensors: Any, addresses: Any) -> bool:
         if not _are_at:  # a torch without CUDA
-            return list(map(Tensor.data_ptr, tensors)) == addresses
+            return bool(list(map(Tensor.data_ptr, tensors)) == addresses)
         return bool(_are_at(tensors, addresses, self._indices))
 
     def _misaligned(self, addresses: list[int]) -> bool:

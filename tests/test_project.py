@@ -4,9 +4,9 @@ import ast
 import inspect
 import json
 import re
-import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,14 @@ def test_import_brings_nothing_but_torch():
 
 
 @pytest.mark.parametrize(
-    "path", ["rule.py", *(f"backends/{name}.py" for name in ("__init__", "cpu", "eager", "foreach", "job", "numba"))]
+    "path",
+    [
+        "rule.py",
+        *(
+            f"backends/{name}.py"
+            for name in ("__init__", "cpu", "eager", "foreach", "job", "kernels", "numba", "triton")
+        ),
+    ],
 )
 def test_the_rule_and_the_backends_see_no_module(path: str):
     tree = ast.parse((ROOT / "src/nero" / path).read_text())
@@ -68,19 +75,48 @@ def test_public_names_are_documented(name: str):
     assert name in README or name in ("Description", "CentredWeightNorm"), f"the README does not show {name}"
 
 
-def test_the_readme_quotes_the_benchmarks_record():
-    """Every ratio in the README's table of costs is the committed record's."""
-    record = json.loads((ROOT / "benchmarks/results/step-cpu.json").read_text())
-    rows = {(row["shapes"], row["optimiser"]): row for row in record["rows"]}
-    quoted = re.findall(r"^\| (.+?) \| ([\d.]+) M \| ([\d.]+) x \| ([\d.]+) % \|$", README, re.MULTILINE)
-    assert [name for name, *_ in quoted] == list(dict.fromkeys(name for name, _ in rows))
-    for name, millions, ratio, state in quoted:
-        row = rows[name, "Nero (foreach)"]
-        assert float(millions) == round(row["parameters"] / 1e6, 1)
-        assert float(ratio) == round(row["of_fused_adam"], 2)
-        assert float(state) == round(100 * row["state_of_adam"], 2)
+def on_gpu(rows: dict[tuple[str, str], dict], shapes: str) -> str:
+    nero_, sgd = rows[shapes, "Nero (triton)"], rows[shapes, "SGD (fused)"]
+    device = nero_["device_milliseconds"]
+    return (
+        f"| {shapes} | {nero_['parameters'] / 1e6:.1f} M | {device:.3g} ms | "
+        f"{100 * nero_['device_of_copy_bandwidth']:.0f} % | {device / sgd['device_milliseconds']:.2f} x | "
+        f"{nero_['milliseconds']:.3g} ms | {nero_['of_fused_sgd']:.2f} x | {nero_['of_fused_adam']:.2f} x |"
+    )
+
+
+def on_cpu(rows: dict[tuple[str, str], dict], shapes: str) -> str:
+    nero_, foreach = rows[shapes, "Nero (numba)"], rows[shapes, "Nero (foreach)"]
+    return (
+        f"| {shapes} | {nero_['parameters'] / 1e6:.1f} M | {nero_['milliseconds']:.3g} ms | "
+        f"{nero_['of_fused_sgd']:.2f} x | {nero_['of_fused_adam']:.2f} x | {foreach['of_fused_adam']:.2f} x | "
+        f"{100 * nero_['state_of_adam']:.2f} % |"
+    )
+
+
+@pytest.mark.parametrize(("device", "line"), [("cuda", on_gpu), ("cpu", on_cpu)], ids=["cuda", "cpu"])
+def test_the_readme_quotes_the_benchmarks_record(device: str, line: Callable[[dict, str], str]):
+    """Every line of the README's tables of costs is the committed record's, and the record is of a whole run."""
+    record = json.loads((ROOT / f"benchmarks/results/{device}.json").read_text())
+    rows = {(row["shapes"], row["optimiser"]): row for row in record["step"]}
+    wanted = [line(rows, shapes) for shapes in dict.fromkeys(shapes for shapes, _ in rows)]
+    (table,) = re.findall(
+        rf"\({re.escape(f'benchmarks/results/{device}.json')}\).*?\n((?:\|.+\|\n)+)", README, re.DOTALL
+    )
+    assert table.splitlines()[2:] == wanted
     assert record["machine"] in README
-    assert statistics.fmean(float(state) for *_, state in quoted) <= 1
+    assert record["torch"] in README
+    assert not record["quick"]
+    assert {"step", "growth", "end-to-end"} <= set(record)
+
+
+def test_the_readme_quotes_the_share_of_a_training_step():
+    record = json.loads((ROOT / "benchmarks/results/cuda.json").read_text())
+    shares = {
+        row["model"]: row["optimiser_per_cent_within"] for row in record["end-to-end"] if row["optimiser"] == "Nero"
+    }
+    assert f"Nero's is {shares['100-layer MLP']:.1f} %" in README
+    assert f"bf16 autocast) {shares['GPT-2 small']:.1f} %" in README
 
 
 def test_the_readme_quotes_the_demos_record():

@@ -1,9 +1,11 @@
 """Triton's kernels: every length of neuron, what a sweep must notice, and, on a GPU, that nothing waits for it."""
 
+import gc
 import math
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -172,6 +174,27 @@ def test_gradients_in_any_layout_and_place():
         results.append(layer.weight.detach().clone())
     assert torch.equal(results[0], results[2])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+
+
+def test_a_stride_along_an_axis_of_one_means_nothing():
+    """As the gradients of 1x1 convolutions have it: no copy is made, and the quick look serves again."""
+    weight = nn.Parameter(torch.randn(6, 8, 1, 1, device=DEVICE))
+    optimiser = nero.Nero([weight], backend="triton")
+    grad = torch.randn(6, 8, device=DEVICE).as_strided((6, 8, 1, 1), (8, 1, 8, 8))
+    for _ in range(2):
+        weight.grad = grad
+        optimiser.step()
+    (sweep,) = optimiser._sweeps
+    assert sweep._found == [grad.data_ptr()]
+    assert sweep._watch_grads is not None
+
+
+def test_gradients_are_not_kept():
+    layer, optimiser = layer_and_optimiser()
+    watched = [weakref.ref(parameter.grad) for parameter in layer.parameters()]
+    optimiser.zero_grad(set_to_none=True)
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
 
 
 def test_groups_with_rates_of_their_own_share_a_sweep():
@@ -344,6 +367,18 @@ def test_a_compiled_training_step():
         train()
     for found, each in zip(model.parameters(), by_hand([0.01, 0.02, 0.005]), strict=True):
         torch.testing.assert_close(found.detach(), each, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_auto_does_without_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nero.backends.kernels.count", None)
+    triton.works.cache_clear()
+    layer = nn.Linear(9, 4).cuda()
+    optimiser = nero.Nero(layer)
+    layer(torch.ones(2, 9, device="cuda")).sum().backward()
+    optimiser.step()
+    assert not optimiser._sweeps
+    triton.works.cache_clear()
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.backends import Backend, Job, Settings
-from nero.backends.triton import Line, Rate, Sweep, form_of, why_not
+from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
 from nero.checks import check_backend, check_lr, check_options, check_parameter
 from nero.roles import Role, param_groups, role_from_shape
@@ -338,6 +338,7 @@ class Nero(torch.optim.Optimizer):
         """A parameter's place in a sweep, if it can have one."""
         by_name = group["backend"] == "triton"
         by_itself = group["backend"] == "auto" and parameter.is_cuda and backends.has("triton")
+        by_itself = by_itself and works(parameter.device)
         if not (by_name or by_itself) or not parameter.numel():
             return None
         grad = parameter.grad if parameter.requires_grad else None

@@ -11,6 +11,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +48,20 @@ def why_not(tensor: Tensor) -> str | None:
     if tensor.dtype not in DTYPES:
         return f"{tensor.dtype}, and the kernels do float32, bfloat16 and float16"
     return None
+
+
+@cache
+def works(device: torch.device) -> bool:
+    """Whether Triton can compile and launch a kernel here, which takes more than its being installed."""
+    from nero.backends import kernels
+
+    table, rates = (torch.zeros(8, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
+    try:
+        with torch.cuda.device(device):
+            kernels.count[(1,)](table, table, rates, 2, BLOCK=128)
+    except Exception:  # no compiler for its launcher, a GPU that it does not know, ...
+        return False
+    return True
 
 
 def _interpreted() -> bool:
@@ -103,7 +118,9 @@ class _Launch:
     def __call__(self, stream: int, tables: Sequence[Tensor | int], addresses: Sequence[int]) -> None:
         """Launch on tables; from the second time on by their addresses, past Triton's look at what does not change."""
         if self.again is None:
-            options = {"num_warps": self.warps, **({"maxnreg": self.registers} if self.registers else {})}
+            options = {"num_warps": self.warps}
+            if self.registers and torch.version.hip is None:
+                options["maxnreg"] = self.registers
             compiled = self.kernel[(self.programs,)](*tables, **self.constants, **options)
             self.again = None if compiled is None else compiled[(self.programs, 1, 1)]
         else:
@@ -147,8 +164,8 @@ class Sweep:
     """The steps of many parameters on one device."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
-        self.lines = lines
-        self.parameters = [line.parameter for line in lines]
+        self.parameters = [line.parameter for line in lines]  # and no line, since those hold gradients
+        self._states = [value for line in lines for value in line.job.state.values()]  # which a graph may outlive
         self.device = self.parameters[0].device
         self._indices = list(range(len(lines)))
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
@@ -157,7 +174,7 @@ class Sweep:
         self._watch = _watch(self.parameters)
         self._watch_grads: Callable[..., bool] | None = None
         self._stochastic = any(line.settings.rounding == "stochastic" for line in lines)
-        self._lay_out()
+        self._lay_out(lines)
         groups = 1 + max(line.group for line in lines)
         self._changing = torch.zeros(len(lines) + 3 * groups, dtype=torch.int64, device=self.device)
         self._found: list[int] = []
@@ -182,15 +199,14 @@ class Sweep:
 
     def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         addresses = []
-        for parameter, grad, stride, dtype in zip(
-            self.parameters, grads, self._strides, self._grad_dtypes, strict=True
-        ):
+        known = zip(self.parameters, grads, self._strides, self._grad_dtypes, strict=True)
+        for parameter, grad, stride, dtype in known:
             if grad is None or not parameter.requires_grad:
                 addresses.append(0)
                 continue
             if why_not(grad) or grad.dtype != dtype or parameter.stride() != stride:
                 return None
-            if grad.stride() != stride:  # in another layout: right, not fast
+            if not _alike(grad, stride):  # in another layout: right, not fast
                 grad = torch.empty_like(parameter, dtype=dtype).copy_(grad)
                 self._borrowed.append(grad)
             addresses.append(grad.data_ptr())
@@ -222,7 +238,7 @@ class Sweep:
         records, rates, sums = self._tables
         tables: list[Tensor | int] = [records, changing, rates]
         at = [each.data_ptr() for each in (records, changing, rates, sums)]
-        self._count(stream, [*tables, len(self.lines)], [*at[:3], len(self.lines)])
+        self._count(stream, [*tables, len(self.parameters)], [*at[:3], len(self.parameters)])
         noise = torch.randint(1 << 62, (1,), device=self.device) if self._stochastic else changing
         for launch, owners, place in self._launches:
             launch(stream, [owners, *tables, sums, noise], [place, *at, noise.data_ptr()])
@@ -267,18 +283,16 @@ class Sweep:
             return table.pin_memory().to(self.device, non_blocking=True)
         return table.clone()
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, lines: Sequence[Line]) -> None:
         """Write the records, and deal the tensors out to launches and programs."""
         from nero.backends import kernels
 
-        forms = [form for line in self.lines if (form := form_of(line.job)) is not None]
-        self._aligned = [_aligned(line, form) for line, form in zip(self.lines, forms, strict=True)]
+        forms = [form for line in lines if (form := form_of(line.job)) is not None]
+        self._aligned = [_aligned(line, form) for line, form in zip(lines, forms, strict=True)]
         by_kind: dict[_Kind, list[int]] = {}
-        for i in sorted(range(len(forms)), key=lambda i: not self.lines[i].job.axes):  # gains and biases last
-            kind = _kind(self.lines[i], forms[i])
-            if not self.lines[
-                i
-            ].job.axes:  # to which it is all the same, so that they join the first who will have them
+        for i in sorted(self._indices, key=lambda i: not lines[i].job.axes):  # gains and biases last
+            kind = _kind(lines[i], forms[i])
+            if not lines[i].job.axes:  # constraints are nothing to them: they join the first who have room
                 kind = next((each for each in by_kind if each[:4] == kind[:4] and not each.split), kind)
             by_kind.setdefault(kind, []).append(i)
 
@@ -289,7 +303,7 @@ class Sweep:
         for kind, members in by_kind.items():
             owners, shapes = array("i"), 0
             for i in members:
-                form, job, settings = forms[i], self.lines[i].job, self.lines[i].settings
+                form, job, settings = forms[i], lines[i].job, lines[i].settings
                 shape, programs, pieces = 0, -(-form.neurons // (kind.tile // kernels.GAINS.value)), 0
                 if kind.split is not None:
                     abreast, length, _ = kind.split
@@ -309,7 +323,7 @@ class Sweep:
                     _bits(math.log(settings.beta) if settings.beta else -math.inf),
                     _bits(settings.scale or 0.0),
                     _bits(job.pull),
-                    self.lines[i].group,
+                    lines[i].group,
                     shape,
                     len(owners),
                     sums,
@@ -349,6 +363,11 @@ def _launches(kind: _Kind, shapes: int, programs: int) -> list[_Launch]:
         _Launch(kernels.measure, programs, pieces, warps),
         _Launch(kernels.turn, programs, {**pieces, **options}, warps),
     ]
+
+
+def _alike(grad: Tensor, stride: Sequence[int]) -> bool:
+    """Whether a gradient's entries are where its parameter's are; along an axis of one, a stride means nothing."""
+    return all(one == other or size == 1 for one, other, size in zip(grad.stride(), stride, grad.shape, strict=True))
 
 
 def _aligned(line: Line, form: Form) -> bool:

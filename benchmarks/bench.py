@@ -28,7 +28,7 @@ import nero
 
 ROOT = Path(__file__).parents[1]
 #: What two records must share for their sections to stand in one file.
-SAME = ("machine", "torch", "triton", "nero", "threads", "quick")
+SAME = ("date", "machine", "torch", "triton", "nero", "threads", "quick")
 
 
 class Section(NamedTuple):

@@ -7,6 +7,7 @@ import math
 import pickle
 import weakref
 
+import numpy
 import pytest
 import torch
 from conftest import few
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import nero
+from nero import rule
 from nero.backends import available
 
 HERE = available(torch.device("cpu"))
@@ -633,3 +635,76 @@ def test_compiled_step_is_one_graph_and_does_not_recompile_for_lr():
 
 def test_repr_shows_the_options():
     assert "fan_in_axes: (1,)" in repr(nero.Nero(nn.Linear(2, 3)))
+
+
+def test_state_may_be_read_and_written_on(backend: str):
+    """A logger that asks for the state of a frozen layer, a note among it, a reset."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model[1].requires_grad_(False)
+    optimiser = nero.Nero(model, backend=backend)
+    for step in range(4):
+        fill_grads(model[0], step)
+        optimiser.step()
+        assert [optimiser.state[each].get("step") for each in model[1].parameters()] == [None, None]
+        if step == 1:
+            optimiser.state["note"] = 3
+        if step == 2:
+            for state in optimiser.state.values():
+                if isinstance(state, dict):
+                    state.clear()
+    assert optimiser.state[model[0].weight]["step"] == 1
+
+
+def test_a_parameter_that_changes_its_group_takes_that_groups_options(backend: str):
+    gains = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimiser = nero.Nero([{"params": gains[:2], "lr": 0.1}, {"params": gains[2:], "lr": 0.0}], backend=backend)
+    for _ in range(2):
+        for gain in gains:
+            gain.grad = torch.ones(3)
+        optimiser.step()
+        optimiser.param_groups[0]["params"], optimiser.param_groups[1]["params"] = gains[:1], gains[1:]
+    assert [round(gain[0].item(), 5) for gain in gains] == [0.8, 0.9, 1.0]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_a_model_that_changes_its_dtype_after_the_optimiser_was_made(backend: str, dtypes: tuple[torch.dtype, ...]):
+    if backend == "triton":  # for float32 state and parameters it is there; what else there is goes to others
+        backend = "auto"
+    results = []
+    for each in ("eager", backend):
+        torch.manual_seed(0)
+        model = nn.Linear(30, 40).to(dtypes[0])
+        optimiser = nero.Nero(model, backend=each)
+        model.to(dtypes[1])
+        for seed in range(3):
+            fill_grads(model, seed)
+            optimiser.step()
+        results.append([optimiser.state[model.weight]["grad_norm"], model.weight.detach()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.9999, 0.9999999])
+def test_a_memory_close_to_one(backend: str, beta: float):
+    """1 - beta is as exact as beta is: the first step is as long as any."""
+    gain, weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.eye(3, 8))
+    optimiser = nero.Nero([gain, weight], beta=beta, backend=backend)
+    entered = weight.detach().clone()
+    gain.grad, weight.grad = torch.full((4,), 3.0), torch.arange(24.0).view(3, 8).square()
+    optimiser.step()
+    torch.testing.assert_close(gain.detach(), torch.full((4,), 0.99), rtol=1e-6, atol=0)
+    wanted = rule_turn(entered, weight.grad, beta)
+    torch.testing.assert_close(weight.detach(), wanted.float(), rtol=0, atol=1e-6)
+
+
+def rule_turn(weight: Tensor, grad: Tensor, beta: float) -> Tensor:
+    zero = torch.zeros(len(weight), 1, dtype=torch.float64)
+    return rule.turn(weight.double(), grad.double(), zero, 1, axes=(1,), lr=0.01, beta=beta).parameter
+
+
+def test_numpys_numbers_as_a_rate(backend: str):
+    gain = nn.Parameter(torch.ones(4))
+    optimiser = nero.Nero([gain], lr=numpy.float64(0.5), backend=backend)
+    gain.grad = torch.tensor([1.0, 2.0, math.nan, 0.0])
+    optimiser.step()
+    torch.testing.assert_close(gain.detach(), torch.tensor([0.5, 0.5, 1.0, 1.0]))

@@ -1,5 +1,7 @@
 """Stochastic rounding: unbiased, reproducible, and on every backend."""
 
+import math
+
 import pytest
 import torch
 from conftest import INTERPRETED
@@ -32,6 +34,14 @@ def test_what_the_dtype_holds_stays(dtype: torch.dtype):
     held = bits.view(dtype)
     held = held[held.isfinite()]
     assert torch.equal(rounded(held.float(), dtype, "stochastic").view(torch.int16), held.view(torch.int16))
+
+
+@by_dtype
+def test_what_is_not_finite_stays_so(dtype: torch.dtype):
+    values = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
+    found = rounded(values, dtype, "stochastic")
+    assert found.isnan().tolist() == [True, True, False, False]
+    assert found[2:].tolist() == [math.inf, -math.inf]
 
 
 def test_full_precision_is_rounded_to_nearest():

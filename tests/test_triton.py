@@ -417,3 +417,81 @@ def test_addresses_of_the_kernels_fields():
     assert [name.lower() for name in names] == order
     first = kernels.NEURONS.value
     assert [getattr(kernels, name).value for name in names] == list(range(first, first + len(names)))
+
+
+@pytest.mark.parametrize("key", ["step", "scale", "skipped"])
+def test_any_replaced_state_is_followed(key: str):
+    layer, optimiser = layer_and_optimiser()
+    old = optimiser.state[layer.bias][key]
+    kept = old.clone()
+    optimiser.state[layer.bias][key] = old.clone() * 0
+    step(layer, optimiser, 1)
+    assert torch.equal(old, kept), "what was taken out is left alone"
+    assert optimiser.state[layer.bias]["step"] == (1 if key == "step" else 2)
+
+
+def test_state_moved_behind_its_back_is_followed():
+    layer, optimiser = layer_and_optimiser()
+    for state in optimiser.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+    step(layer, optimiser, 1)
+    assert {state["step"].item() for state in optimiser.state.values()} == {2.0}
+
+
+def test_a_parameter_with_gaps_and_its_dense_gradient():
+    weights = []
+    for backend in ("eager", "triton"):
+        torch.manual_seed(0)
+        whole = torch.zeros(64, 64, device=DEVICE)
+        weight = nn.Parameter(whole[:, :8])
+        with torch.no_grad():
+            weight.copy_(torch.randn(64, 8))
+        optimiser = nero.Nero([weight], backend=backend)
+        for _ in range(2):
+            weight.grad = torch.randn(64, 8).to(DEVICE)
+            optimiser.step()
+        assert not whole[:, 8:].any()
+        weights.append(weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+def test_a_parameter_cut_down_is_not_taken_for_what_it_was():
+    weight = nn.Parameter(torch.randn(8, 5, device=DEVICE))
+    optimiser = nero.Nero([weight], backend="triton")
+    weight.grad = torch.randn(8, 5, device=DEVICE)
+    optimiser.step()
+    weight.grad = None
+    weight.data = weight.data[:4]
+    weight.grad = torch.randn(4, 5, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        optimiser.step()
+
+
+def test_the_kernels_count_as_a_change_to_autograd():
+    layer, optimiser = layer_and_optimiser()
+    loss = layer(torch.ones(2, 24, device=DEVICE, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    optimiser.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_negated_view_as_gradient():
+    weights = []
+    for negate in (lambda grad: -grad, torch._neg_view):
+        weight = nn.Parameter(torch.ones(3, 8, device=DEVICE).cumsum(1))
+        optimiser = nero.Nero([weight], backend="triton")
+        weight.grad = negate(torch.ones(3, 8, device=DEVICE).cumsum(1) ** 2)
+        optimiser.step()
+        weights.append(weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_steps_in_and_out_of_inference_mode():
+    layer, optimiser = layer_and_optimiser()
+    with torch.inference_mode():
+        optimiser._forget()
+        optimiser.step()
+    step(layer, optimiser, 1)
+    assert optimiser.state[layer.weight]["step"] == 3

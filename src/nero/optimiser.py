@@ -19,7 +19,7 @@ from nero.rounding import Rounding
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
 
-_PARAMS, _AVERAGE = itemgetter("params"), itemgetter("grad_norm")
+_PARAMS = itemgetter("params")
 #: All options but the learning rate, which may change at each step.
 _OPTIONS = itemgetter(
     "beta",
@@ -244,11 +244,12 @@ class Nero(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Plan anew at the next step."""
+        self._captured: list[Sweep] = getattr(self, "_captured", [])  # graphs still use their tables
+        self._captured += [sweep for sweep in getattr(self, "_sweeps", []) if sweep.captured]
         self._sweeps: list[Sweep] = []
-        self._captured: list[Sweep] = []
         self._left: list[list[Tensor]] = []
         self._options: list[tuple[Any, ...]] = []
-        self._planned: tuple[list[Tensor], list[Tensor | None]] | None = None
+        self._planned: tuple[list[int], list[Tensor], list[Any]] | None = None
 
     def _jobs(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> list[Job]:
         return [
@@ -296,15 +297,15 @@ class Nero(torch.optim.Optimizer):
             check_lr(group["lr"], wait=False)
 
     def _is_as_planned(self) -> bool:
-        """Whether the parameters and states are those of the plan, and nothing that was left could join it."""
+        """Whether groups and states hold what they held when it was planned, and nothing that was left could join."""
         if self._planned is None:
             return False
-        parameters, averages = self._planned
+        counts, parameters, entries = self._planned
         return (
-            sum(map(len, map(_PARAMS, self.param_groups))) == len(parameters)
-            and len(self.state) == len(averages)
+            list(map(len, map(_PARAMS, self.param_groups))) == counts
+            and len(self.state) == len(entries)
             and all(map(is_, chain.from_iterable(map(_PARAMS, self.param_groups)), parameters))
-            and all(map(is_, map(_AVERAGE, self.state.values()), averages))
+            and all(map(is_, self.state.values(), entries))
             and not any(
                 self._line(number, group, parameter) is not None
                 for number, (group, left) in enumerate(zip(self.param_groups, self._left, strict=True))
@@ -329,10 +330,8 @@ class Nero(torch.optim.Optimizer):
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
         self._captured += [sweep for sweep in self._sweeps if sweep.captured]  # graphs still use their tables
         self._sweeps = [Sweep(each) for each in lines.values()]
-        self._planned = (
-            list(chain.from_iterable(map(_PARAMS, self.param_groups))),
-            [state.get("grad_norm") for state in self.state.values()],
-        )
+        parameters = list(chain.from_iterable(map(_PARAMS, self.param_groups)))
+        self._planned = (list(map(len, map(_PARAMS, self.param_groups))), parameters, list(self.state.values()))
 
     def _line(self, number: int, group: dict[str, Any], parameter: Tensor) -> Line | None:
         """A parameter's place in a sweep, if it can have one."""
@@ -451,7 +450,7 @@ class Nero(torch.optim.Optimizer):
 
 
 def _settings(group: dict[str, Any]) -> Settings:
-    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else float(group["lr"])
     return Settings(
         -lr if group["maximize"] else lr,
         group["beta"],

@@ -19,9 +19,11 @@ def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
         return value.to(dtype)
     if dtype == torch.bfloat16:  # the upper half of a float32: what is dropped carries over by chance
         bits = value.contiguous().view(torch.int32)
-        return ((bits + torch.randint_like(bits, 1 << 16)) & ~0xFFFF).view(torch.float32).to(dtype)
+        drawn = ((bits + torch.randint_like(bits, 1 << 16)) & ~0xFFFF).view(torch.float32)
+        return torch.where(value.isfinite(), drawn, value).to(dtype)
     # 2**e of a number 1.x * 2**e, by its bits; float16 tells apart numbers 2**(e - 10) from each other, or 2**-24
     binade = (value.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
     quantum = (binade * 2.0**-10).clamp_min_(2.0**-24)
     chance = torch.randint_like(value, 1 << 13) * 2.0**-13  # as many bits as are dropped, so that their sum is exact
-    return (value.abs() / quantum + chance).floor_().mul_(quantum).copysign_(value).to(dtype)
+    drawn = (value.abs() / quantum + chance).floor_().mul_(quantum).copysign_(value)
+    return torch.where(value.isfinite(), drawn, value).to(dtype)

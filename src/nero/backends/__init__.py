@@ -39,13 +39,23 @@ def step(backend: Backend, jobs: Sequence[Job], settings: Settings) -> None:
         BACKENDS[backend](jobs, settings)
     else:
         numbers = sum(job.parameter.numel() for job in jobs if job.parameter.is_cpu)
-        BACKENDS["numba" if numbers >= MANY and has("numba") else "foreach"](jobs, settings)
+        BACKENDS["numba" if numbers >= MANY and _numba_works() else "foreach"](jobs, settings)
 
 
 def available(device: torch.device) -> list[str]:
     """The backends that can step parameters on that device, the fastest last."""
     compiled = {"cpu": "numba", "cuda": "triton"}.get(device.type, "")
     return ["eager", "foreach", *([compiled] if compiled and has(compiled) else [])]
+
+
+@cache
+def _numba_works() -> bool:
+    """Whether numba is there, goes with the numpy that is there, and finds a place for what it compiles."""
+    try:
+        from nero.backends import numba  # noqa: F401
+    except Exception:
+        return False
+    return True
 
 
 @cache

@@ -1,9 +1,9 @@
-"""Triton kernels: the rule in five sums over a neuron's entries, each of which is read once and written once.
+"""Triton kernels: the rule in five sums over a neuron's entries.
 
 For weights w and gradient g the sums are Σw, Σg, Σw², Σg² and Σwg. The mean and the norm of what the
-step leaves, w - f g, follow from them, so nothing needs a second look at the entries. The sums are
-in float64, which holds the square of any float32: nothing is scaled first, and what cancels, cancels
-far below float32's rounding.
+step leaves, w - f g, follow from them, so a neuron that fits on the chip is read once and written
+once. Its sums are float32 where that will do. Where numbers are extreme or cancel, they are taken
+again in float64, which holds the square of any float32; so they are for neurons that are split.
 
 A *record* is a row of int64s about one tensor: where it and its state are, its shape, its constants
 (floats by their bits). ``changing`` begins with the addresses of the gradients, 0 where there is
@@ -29,18 +29,21 @@ RUN = tl.constexpr(11)  # its entry k comes (k // RUN) * LEAP + (k % RUN) * STRI
 STRIDE = tl.constexpr(12)
 LEAP = tl.constexpr(13)
 BETA = tl.constexpr(14)
-LOG_BETA = tl.constexpr(15)
-GIVEN_SCALE = tl.constexpr(16)  # 0 for the tensor's own
-PULL = tl.constexpr(17)
-GROUP = tl.constexpr(18)
-SHAPE = tl.constexpr(19)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
-FIRST = tl.constexpr(20)  # tile
-SUMS = tl.constexpr(21)  # where its neurons' sums begin, if they are split
-FIELDS = tl.constexpr(22)
+FRESH = tl.constexpr(15)  # 1 - β, which float32 would not tell from 0 if it were taken from β
+LOG_BETA = tl.constexpr(16)
+GIVEN_SCALE = tl.constexpr(17)  # 0 for the tensor's own
+PULL = tl.constexpr(18)
+GROUP = tl.constexpr(19)
+SHAPE = tl.constexpr(20)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
+FIRST = tl.constexpr(21)  # tile
+SUMS = tl.constexpr(22)  # where its neurons' sums begin, if they are split
+FIELDS = tl.constexpr(23)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 #: (16 eps)², as in nero.balance.project: what rounding leaves of a neuron is no direction
 NOTHING = tl.constexpr((16 * 2.0**-23) ** 2)
+#: What rounding leaves of a square in float64.
+LEAST = tl.constexpr(1e-14)
 AT_ORIGIN = tl.constexpr(0.01)
 #: Gains and biases fill only this part of a tile, since each has numbers of its own to hold.
 GAINS = tl.constexpr(8)
@@ -105,13 +108,14 @@ def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
     lr = tl.load(rate + 2, here, 0).to(tl.float64, bitcast=True)
     lr *= tl.load(single.to(tl.pointer_type(tl.float32)), here & (single != 0), 1).to(tl.float64)
     lr *= tl.load(double.to(tl.pointer_type(tl.float64)), here & (double != 0), 1)
-    correction = tl.sqrt(1 - tl.exp(t.to(tl.float64) * log_beta))
+    x = t.to(tl.float64) * log_beta
+    correction = tl.sqrt(tl.where(x > -1e-4, -x * (1 + x / 2 * (1 + x / 3)), 1 - tl.exp(x)))  # -expm1(x)
     tl.store(rates + i, lr * scale * correction, here)
 
 
 @triton.jit
 def _settle(
-    w, g, ww, gg, wg, before, fan_in, beta, rate, radius, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr,
+    w, g, ww, gg, wg, before, fan_in, beta, fresh, rate, radius, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
     """The rule on a neuron's five sums, in their dtype.
@@ -120,12 +124,12 @@ def _settle(
     the neuron moves; whether its gradient is finite; and whether float32 would do for all this.
     """
     dtype: tl.constexpr = gg.dtype
-    beta, rate, before = beta.to(dtype), rate.to(dtype), before.to(dtype)
+    beta, fresh, rate, before = beta.to(dtype), fresh.to(dtype), rate.to(dtype), before.to(dtype)
     if dtype == tl.float64:
         finite = gg <= LARGEST * LARGEST
     else:
         finite = gg <= LARGEST
-    average = tl.where(finite, tl.sqrt(beta * before * before + (1 - beta) * gg), before).to(tl.float32)
+    average = tl.where(finite, tl.sqrt(beta * before * before + fresh * gg), before).to(tl.float32)
     moving = finite & (gg > 0) & (average > 0)
     size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), AT_ORIGIN)
     f = tl.where(moving, rate * size / tl.where(moving, average, 1.0).to(dtype), 0.0)
@@ -138,7 +142,9 @@ def _settle(
     else:
         mean = tl.zeros_like(f)
     left = square - fan_in * mean * mean
-    moving &= left > NOTHING * terms
+    moving &= left > LEAST * terms
+    if FIX_MEAN:
+        moving &= left > NOTHING * square
     if FIX_NORM:
         stretch = radius / tl.sqrt(tl.where(moving, left, 1.0))
     else:
@@ -181,13 +187,14 @@ def _turn_tile(
     averages = _pointer(record, AVERAGE, tl.float32) + i
     before = tl.load(averages, here, 0)
     beta = _number(record, BETA)
+    fresh = _number(record, FRESH)
     radius = tl.full([ROWS], 1.0, tl.float32)
     if FIX_NORM == 2:
         radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, here, 1)
 
     average, f, mean, stretch, moving, _, ordinary = _settle(
-        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), tl.sum(g * g, 1), tl.sum(w * g, 1), before, fan_in, beta, rate,
-        radius, FIX_MEAN, FIX_NORM, SCALED,
+        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), tl.sum(g * g, 1), tl.sum(w * g, 1), before, fan_in, beta, fresh,
+        rate, radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
     # what does not move is written as it was read: a mask by neuron would part what is written in one go
@@ -213,7 +220,7 @@ def _turn_tile(
             sum_gg += tl.sum(gs * gs, 1)
             sum_wg += tl.sum(ws * gs, 1)
         average_, f_, mean_, stretch_, moving_, finite, _ = _settle(
-            sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, beta, rate, radius, FIX_MEAN, FIX_NORM, SCALED
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, beta, fresh, rate, radius, FIX_MEAN, FIX_NORM, SCALED
         )
         for slice in range(WIDTH // SLICE):
             ks = slice * SLICE + tl.arange(0, SLICE)
@@ -241,12 +248,15 @@ def _nudge_tile(
     weight = _pointer(record, WEIGHT, W) + at
     b = tl.load(weight, here, 0).to(tl.float64)
     g = tl.load(grad.to(tl.pointer_type(G)) + at, here, 0).to(tl.float64)
-    g += _number(record, PULL) * (b - 1)
+    pull = _number(record, PULL)
+    if pull != 0:
+        g += pull * (b - 1)
     averages = _pointer(record, AVERAGE, tl.float32) + i
     before = tl.load(averages, here, 0).to(tl.float64)
     beta = _number(record, BETA)
+    fresh = _number(record, FRESH)
     finite = tl.abs(g) <= LARGEST
-    average = tl.where(finite, tl.sqrt(beta * before * before + (1 - beta) * g * g), before).to(tl.float32)
+    average = tl.where(finite, tl.sqrt(beta * before * before + fresh * g * g), before).to(tl.float32)
     moving = here & finite & (average > 0)
     change = rate * g / tl.where(moving, average, 1.0).to(tl.float64)
     out = b - change
@@ -372,6 +382,7 @@ def turn(
         radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, here, 1)
     average, f, mean, stretch, moving, finite, _ = _settle(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, _number(record, BETA),
+        _number(record, FRESH),
         tl.load(rates + owner), radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     axis: tl.constexpr = 0 if DOWN else 1

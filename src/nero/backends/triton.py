@@ -12,15 +12,22 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero.backends.job import Job, Settings
+
+try:
+    from torch._C._dynamo import guards
+
+    TensorGuards: Any = guards.TensorGuards
+except (ImportError, AttributeError):  # in some torch to come: then every tensor is looked at closely
+    TensorGuards = None
 
 #: Entries that a program holds, its warps, and the registers of a thread where Triton would take too many for enough
 #: programs to run side by side. A tensor is given the first that holds its neurons.
@@ -144,7 +151,20 @@ def form_of(job: Job) -> Form | None:
         return None
     (outer, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *across][-2:]
     (leaps, leap), (run, stride) = [(1, 0), (1, 1), *along][-2:]
+    if not _is_as_made(job, outer * inner):
+        return None
     return Form(outer * inner, leaps * run, inner, inner_stride, outer_stride, run, stride, leap)
+
+
+def _is_as_made(job: Job, neurons: int) -> bool:
+    """Whether the state is where and what the kernels take it for: others may have moved the parameter since."""
+    return job.state["grad_norm"].numel() == neurons and all(
+        value.device == job.parameter.device
+        and value.is_contiguous()
+        and value.dtype == (torch.int64 if key == "skipped" else torch.float32)
+        for key, value in job.state.items()
+        if key in ("grad_norm", "step", "skipped", "scale", "radius")
+    )
 
 
 def _merged(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -163,12 +183,17 @@ def _merged(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 class Sweep:
     """The steps of many parameters on one device."""
 
+    @torch.inference_mode(False)
     def __init__(self, lines: Sequence[Line]) -> None:
         self.parameters = [line.parameter for line in lines]  # and no line, since those hold gradients
-        self._states = [value for line in lines for value in line.job.state.values()]  # which a graph may outlive
+        self.states = [line.job.state for line in lines]
+        self._values = [value for state in self.states for value in state.values()]  # which a graph may outlive
+        self._averages = [state["grad_norm"] for state in self.states]
+        self._averages_at = list(map(Tensor.data_ptr, self._averages))
         self.device = self.parameters[0].device
         self._indices = list(range(len(lines)))
         self._addresses = list(map(Tensor.data_ptr, self.parameters))
+        self._shapes = [parameter.shape for parameter in self.parameters]
         self._strides = list(map(Tensor.stride, self.parameters))
         self._grad_dtypes = [line.job.grad.dtype for line in lines]
         self._watch = _watch(self.parameters)
@@ -185,7 +210,7 @@ class Sweep:
 
     def look(self) -> list[int] | None:
         """Where the gradients are, 0 for none; ``None`` if the parameters are no longer those of the sweep."""
-        if not self._are_at(self.parameters, self._addresses):
+        if not (self._are_at(self.parameters, self._addresses) and self._has_its_state()):
             return None
         grads = list(map(_grad, self.parameters))
         with torch.enable_grad():  # without which a watch does not see what requires one
@@ -199,20 +224,30 @@ class Sweep:
 
     def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         addresses = []
-        known = zip(self.parameters, grads, self._strides, self._grad_dtypes, strict=True)
-        for parameter, grad, stride, dtype in known:
+        known = zip(self.parameters, grads, self._shapes, self._strides, self._grad_dtypes, strict=True)
+        for parameter, grad, shape, stride, dtype in known:
+            if parameter.shape != shape or parameter.stride() != stride:
+                return None
             if grad is None or not parameter.requires_grad:
                 addresses.append(0)
                 continue
-            if why_not(grad) or grad.dtype != dtype or parameter.stride() != stride:
+            if why_not(grad) or grad.dtype != dtype:
                 return None
-            if not _alike(grad, stride):  # in another layout: right, not fast
-                grad = torch.empty_like(parameter, dtype=dtype).copy_(grad)
+            if grad.is_neg() or not _alike(grad, stride):  # in another layout: right, not fast
+                grad = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
                 self._borrowed.append(grad)
             addresses.append(grad.data_ptr())
         if all(addresses) and not self._borrowed:
             self._watch, self._watch_grads = _watch(self.parameters), _watch(grads)
         return None if self._misaligned(addresses) else addresses
+
+    def _has_its_state(self) -> bool:
+        """Whether the state is that of the sweep, entry by entry, and in the same place."""
+        return (
+            sum(map(len, self.states)) == len(self._values)
+            and all(map(is_, chain.from_iterable(map(dict.values, self.states)), self._values))
+            and self._are_at(self._averages, self._averages_at)
+        )
 
     def _are_at(self, tensors: Any, addresses: Any) -> bool:
         if not _are_at:  # a torch without CUDA
@@ -232,6 +267,9 @@ class Sweep:
                 self._launch(changing, torch._C._cuda_getCurrentRawStream(self.device.index))
         else:
             self._launch(self._upload(addresses, words), 0)
+        # torch has not seen them change
+        moved = [each for each, address in zip(self.parameters, addresses, strict=True) if address]
+        torch.autograd.graph.increment_version(moved)
         self._borrowed = []
 
     def _launch(self, changing: Tensor, stream: int) -> None:
@@ -320,6 +358,7 @@ class Sweep:
                     *(job.state[key].data_ptr() if key in job.state else 0 for key in ("scale", "radius")),
                     *form,
                     _bits(settings.beta),
+                    _bits(1 - settings.beta),
                     _bits(math.log(settings.beta) if settings.beta else -math.inf),
                     _bits(settings.scale or 0.0),
                     _bits(job.pull),
@@ -407,6 +446,8 @@ def _kind(line: Line, form: Form) -> _Kind:
 
 def _watch(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
     """A quick test whether tensors have the types, dtypes, shapes, strides and requires_grad that these have."""
+    if TensorGuards is None:
+        return lambda *_: False
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
 

@@ -62,10 +62,16 @@ def _pointer(record, field: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _apart(i, size, inner_stride, outer_stride):
+    """Where the i-th of a row of rows is; divided as int32, which takes a fraction of the time of int64."""
+    size = size.to(tl.int32)
+    return (i // size).to(tl.int64) * outer_stride + (i % size).to(tl.int64) * inner_stride
+
+
+@triton.jit
 def _neurons_at(record, i):
-    inner = tl.load(record + INNER)
-    i = i.to(tl.int64)
-    return (i // inner) * tl.load(record + OUTER_STRIDE) + (i % inner) * tl.load(record + INNER_STRIDE)
+    inner_stride, outer_stride = tl.load(record + INNER_STRIDE), tl.load(record + OUTER_STRIDE)
+    return _apart(i, tl.load(record + INNER), inner_stride, outer_stride)
 
 
 @triton.jit
@@ -192,8 +198,9 @@ def _turn_tile(
     if FIX_NORM == 2:
         radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, here, 1)
 
+    square = tl.sum(g * g, 1)
     average, f, mean, stretch, moving, _, ordinary = _settle(
-        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), tl.sum(g * g, 1), tl.sum(w * g, 1), before, fan_in, beta, fresh,
+        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), before, fan_in, beta, fresh,
         rate, radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
@@ -203,6 +210,17 @@ def _turn_tile(
     tl.store(weight + at, _stored(out, W, noise, where, STOCHASTIC), entries)
     tl.store(averages, average, here & ordinary)
     here &= ~ordinary
+    if tl.sum(here.to(tl.int32), 0) > 0:
+        # units that are dead, of which some networks have many, have no gradient at all: their averages fade
+        peak = tl.zeros([ROWS], tl.float32)
+        for slice in range(WIDTH // SLICE):
+            ks = slice * SLICE + tl.arange(0, SLICE)
+            some = here[:, None] & (ks < fan_in)[None, :]
+            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
+            peak = tl.maximum(peak, tl.max(tl.abs(gs), 1))
+        dead = (square == 0) & (peak == 0)
+        tl.store(averages, (before.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), here & dead)
+        here &= ~dead
     if tl.sum(here.to(tl.int32), 0) > 0:
         sum_w = tl.zeros([ROWS], tl.float64)
         sum_g = tl.zeros([ROWS], tl.float64)
@@ -300,16 +318,15 @@ def step(
 @triton.jit
 def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, DOWN: tl.constexpr):
     """Which entries of which neurons a piece of split neurons is made of."""
-    fan_in = tl.load(record + FAN_IN)
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
     pieces = tl.cdiv(fan_in, BK)
-    i = (tile // pieces).to(tl.int64) * BN + tl.arange(0, BN)
-    k = (tile % pieces).to(tl.int64) * BK + tl.arange(0, BK)
+    i = (tile // pieces) * BN + tl.arange(0, BN)
+    k = (tile % pieces) * BK + tl.arange(0, BK)
     starts = _neurons_at(record, i)
-    run = tl.load(record + RUN)
-    steps = (k // run) * tl.load(record + LEAP) + (k % run) * tl.load(record + STRIDE)
+    steps = _apart(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
     axis: tl.constexpr = 1 if DOWN else 0  # neurons along the last axis, if it is they that lie side by side
     at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
-    where = tl.expand_dims(i * fan_in, 1 - axis) + tl.expand_dims(k, axis)
+    where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
     here = i < tl.load(record + NEURONS)
     entries = tl.expand_dims(here, 1 - axis) & tl.expand_dims(k < fan_in, axis)
     return i, here, at, where, entries
@@ -331,7 +348,7 @@ def measure(
     g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
     w = tl.load(_pointer(record, WEIGHT, W) + at, entries, 0).to(tl.float64)
     axis: tl.constexpr = 0 if DOWN else 1
-    pieces = tl.cdiv(tl.load(record + FAN_IN), BK)
+    pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
     piece = tile % pieces
     to = sums + tl.load(record + SUMS) + (piece * tl.load(record + NEURONS) + i) * 6
     tl.store(to, tl.sum(w, axis), here)
@@ -361,7 +378,7 @@ def turn(
     tile = tl.program_id(0) - tl.load(record + FIRST).to(tl.int32)
     i, here, at, where, entries = _piece(record, tile, BN, BK, DOWN)
     neurons = tl.load(record + NEURONS)
-    fan_in = tl.load(record + FAN_IN)
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
     pieces = tl.cdiv(fan_in, BK)
     sum_w = tl.zeros([BN], tl.float64)
     sum_g = tl.zeros([BN], tl.float64)

@@ -481,6 +481,9 @@ def _turn(sums, task, average, radius, correction, rates):
 def _turn_carefully(task, neuron, correction, rates, like):
     """The rule on one neuron, in float64; returns whether it sat out."""
     fan_in, start, average = task.segments * task.run, _start(task, neuron), _array(task.average, neuron, 1, like)
+    if _is_zero(task, start, like):  # as in units that are dead, which are many in some networks
+        average[0] = _root(average[0], 0.0, rates)
+        return 0
     g = _gathered(task, task.grad, start, like)
     rounded, length = like.dtype.type, _norm(g)
     if not length <= rates.largest:
@@ -521,6 +524,22 @@ def _turn_carefully(task, neuron, correction, rates, like):
         for i in range(task.run):
             weights[i] = w[segment * task.run + i] * stretch
     return 0
+
+
+@compiled
+def _is_zero(task, start, like):
+    for segment in range(task.segments):
+        if _extent(_array(task.grad, start + segment * task.segment_stride, task.run, like)) != 0:
+            return False
+    return True
+
+
+@compiled_vector
+def _extent(entries):
+    total = entries.dtype.type(0)
+    for i in range(entries.size):
+        total += abs(entries[i])
+    return total
 
 
 @compiled

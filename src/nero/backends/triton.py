@@ -31,7 +31,7 @@ except (ImportError, AttributeError):  # in some torch to come: then every tenso
 
 #: Entries that a program holds, its warps, and the registers of a thread where Triton would take too many for enough
 #: programs to run side by side. A tensor is given the first that holds its neurons.
-TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, None), 8192: (8, None), 16384: (16, None)}
+TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
 #: Entries in a piece of neurons that are split, because they are longer than that or lie across memory.
 PIECE = 8192
 #: Neurons side by side in a piece that lies across memory: with float32, a line of it.

@@ -16,7 +16,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest --cov --cov-report=term-missing
+	$(BIN)/pytest --numprocesses 2 --cov --cov-report=term-missing
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py

@@ -9,6 +9,7 @@ from cases import Case, Oracle
 from torch import Tensor, nn
 
 import nero
+from nero import backends
 
 
 def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -110,3 +111,15 @@ def test_without_numba_the_error_says_what_to_do():
         in done.stderr
     )
     assert "backend='foreach'" in done.stderr
+
+
+@pytest.mark.parametrize(("many", "taken"), [(100, True), (10_000, False)])
+def test_auto_takes_it_for_many_numbers(monkeypatch: pytest.MonkeyPatch, many: int, taken: bool):
+    calls = []
+    monkeypatch.setattr(backends, "MANY", many)
+    monkeypatch.setitem(backends.BACKENDS, "numba", lambda jobs, _: calls.append(len(jobs)))
+    layer = nn.Linear(20, 20)
+    optimiser = nero.Nero(layer.parameters())
+    layer(torch.ones(1, 20)).sum().backward()
+    optimiser.step()
+    assert calls == ([2] if taken else [])

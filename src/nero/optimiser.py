@@ -244,12 +244,16 @@ class Nero(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Plan anew at the next step."""
-        self._captured: list[Sweep] = getattr(self, "_captured", [])  # graphs still use their tables
-        self._captured += [sweep for sweep in getattr(self, "_sweeps", []) if sweep.captured]
-        self._sweeps: list[Sweep] = []
+        self._retire()
         self._left: list[list[Tensor]] = []
         self._options: list[tuple[Any, ...]] = []
         self._planned: tuple[list[int], list[Tensor], list[Any]] | None = None
+
+    def _retire(self) -> None:
+        """Let the sweeps go, but for those whose tables a graph still uses."""
+        self._captured: list[Sweep] = getattr(self, "_captured", [])
+        self._captured += [sweep for sweep in getattr(self, "_sweeps", []) if sweep.captured]
+        self._sweeps: list[Sweep] = []
 
     def _jobs(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> list[Job]:
         return [
@@ -328,7 +332,7 @@ class Nero(torch.optim.Optimizer):
             self._left.append(rest)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() and lines:
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
-        self._captured += [sweep for sweep in self._sweeps if sweep.captured]  # graphs still use their tables
+        self._retire()
         self._sweeps = [Sweep(each) for each in lines.values()]
         parameters = list(chain.from_iterable(map(_PARAMS, self.param_groups)))
         self._planned = (list(map(len, map(_PARAMS, self.param_groups))), parameters, list(self.state.values()))

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nero import rule
-from nero.balance import FixNorm
+from nero.balance import FixNorm, statistics_dtype
 from nero.rounding import Rounding
 from nero.rule import Number
 
@@ -55,6 +56,15 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
         scale=settings.scale,
         radius=state["radius"] if settings.fix_norm == "initial" else 1.0,
     )
+
+
+def state_is_as_made(job: Job) -> bool:
+    """Whether the state is what compiled code takes it for: others may have moved the parameter since."""
+    dtypes = dict.fromkeys(("grad_norm", "scale", "radius"), statistics_dtype(job.parameter.dtype))
+    dtypes |= {"step": torch.float32, "skipped": torch.int64}
+    known = [(value, dtypes[key]) for key, value in job.state.items() if key in dtypes]
+    here = job.parameter.device
+    return all(value.device == here and value.is_contiguous() and value.dtype == dtype for value, dtype in known)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ none. A *tile* is what one program works on; ``owners`` says whose it is.
 import triton
 import triton.language as tl
 
+from nero.balance import SCALE_AT_ORIGIN
+
 # the fields of a record
 WEIGHT = tl.constexpr(0)
 AVERAGE = tl.constexpr(1)
@@ -44,7 +46,7 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 NOTHING = tl.constexpr((16 * 2.0**-23) ** 2)
 #: What rounding leaves of a square in float64.
 LEAST = tl.constexpr(1e-14)
-AT_ORIGIN = tl.constexpr(0.01)
+AT_ORIGIN = tl.constexpr(SCALE_AT_ORIGIN)
 #: Gains and biases fill only this part of a tile, since each has numbers of its own to hold.
 GAINS = tl.constexpr(8)
 #: Narrower neurons fill half of one.

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from nero.backends import foreach
-from nero.backends.job import Job, Settings
+from nero.backends.job import Job, Settings, state_is_as_made
 from nero.balance import SCALE_AT_ORIGIN
 
 #: Entries in a piece of work: enough to make fetching it cheap, few enough to share the work evenly.
@@ -102,7 +102,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         # of a sharded tensor and the like, pointers are not what they seem
         plain = type(weight) in (Parameter, Tensor) and weight.is_cpu and grad.layout is torch.strided
         cut = _layout(weight.shape, stride, axes) if plain and not weight.is_neg() else None
-        if work is None or cut is None or not _is_as_made(job):
+        if work is None or cut is None or not state_is_as_made(job):
             rest.append(job)
             continue
         layout, pieces = cut
@@ -121,15 +121,6 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         if work.tasks:
             _do(work, settings, dtype)
     foreach.step(rest, settings)
-
-
-def _is_as_made(job: Job) -> bool:
-    """Whether the state is what the loops take it for: others may have moved the parameter to another dtype since."""
-    return all(
-        value.is_cpu and value.is_contiguous() and (key in ("step", "skipped") or value.dtype == job.parameter.dtype)
-        for key, value in job.state.items()
-        if key in ("grad_norm", "step", "skipped", "scale", "radius")
-    )
 
 
 def _do(work: Work, settings: Settings, dtype: torch.dtype) -> None:

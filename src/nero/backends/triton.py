@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nero.backends.job import Job, Settings
+from nero.backends.job import Job, Settings, state_is_as_made
 
 try:
     from torch._C._dynamo import guards
@@ -151,20 +151,9 @@ def form_of(job: Job) -> Form | None:
         return None
     (outer, outer_stride), (inner, inner_stride) = [(1, 0), (1, 0), *across][-2:]
     (leaps, leap), (run, stride) = [(1, 0), (1, 1), *along][-2:]
-    if not _is_as_made(job, outer * inner):
+    if job.state["grad_norm"].numel() != outer * inner or not state_is_as_made(job):
         return None
     return Form(outer * inner, leaps * run, inner, inner_stride, outer_stride, run, stride, leap)
-
-
-def _is_as_made(job: Job, neurons: int) -> bool:
-    """Whether the state is where and what the kernels take it for: others may have moved the parameter since."""
-    return job.state["grad_norm"].numel() == neurons and all(
-        value.device == job.parameter.device
-        and value.is_contiguous()
-        and value.dtype == (torch.int64 if key == "skipped" else torch.float32)
-        for key, value in job.state.items()
-        if key in ("grad_norm", "step", "skipped", "scale", "radius")
-    )
 
 
 def _merged(axes: list[tuple[int, int]]) -> list[tuple[int, int]]:

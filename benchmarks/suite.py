@@ -1,0 +1,204 @@
+"""How long the paper's tasks take here, each alone, and what the authors' way of running one takes.
+
+Times whole epochs (their data, steps and evaluation) of every task, in float32 and on a GPU in TF32 too, and steps of
+mnist-deep done as the paper's script does them: a loader on the host, tensor by tensor, nothing captured. Writes
+benchmarks/results/suite-cuda.json or suite-cpu.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from timing import Clock, Row, machine
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import nero
+from nero.paper.data import Dataset, Images, load
+from nero.paper.models.mlp import mlp
+from nero.paper.protocol import Precision, Task
+from nero.paper.tasks import TASKS
+from nero.paper.training import Training
+
+ROOT = Path(__file__).parents[1]
+#: One task for each network; those on the same one take the same time.
+TIMED = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18")
+SCRIPTED = "mnist-deep, the authors' way"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Time the tasks from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
+    parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON goes")
+    parser.add_argument("--epochs", type=int, default=2, help="timed of each, after one to warm up (2)")
+    parser.add_argument("--share", type=float, help="of the data; without: all of it on a GPU, 1/100 on a CPU")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    rows: list[Row] = []
+    precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
+    whole = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED)}
+    for name in TIMED:
+        task = TASKS[name]
+        data = part(whole[task.dataset], share, task.batch).to(device)
+        times = len(whole[task.dataset].train.labels) / len(data.train.labels)
+        for precision in precisions:
+            rows.append(time_task(task, data, precision, arguments.epochs, times))
+            console.print(f"{name}, {precision}: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
+            if name == "mnist-deep":
+                rows.append(time_script(whole["mnist"].train, device, precision, rows[-1]))
+                console.print(f"{SCRIPTED}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
+    console.print(table(rows))
+    record = {
+        "date": date.today().isoformat(),
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "nero": nero.__version__,
+        "threads": torch.get_num_threads(),
+        "share": share,
+        "rows": rows,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path = arguments.out / f"suite-{device.type}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"written to {path}", soft_wrap=True)
+    return 0
+
+
+def time_task(task: Task, data: Dataset, precision: Precision, epochs: int, larger: float) -> Row:
+    """Seconds an epoch, of whole ones after the first; all the data is so many times larger than this."""
+    optimiser = next(iter(task.contenders))
+    settings = task.settings(optimiser, epochs=epochs + 1, precision=precision)
+    start = time.perf_counter()
+    training = Training(task, settings, data)
+    times: list[float] = []
+    while not training.finished:
+        training.advance()
+        if training.step == 0:  # the host has waited for the epoch's metrics
+            times.append(time.perf_counter() - start)
+            start = time.perf_counter()
+    timed = statistics.median(times[1:])
+    an_epoch = larger * timed
+    return {
+        "task": task.name,
+        "optimiser": optimiser,
+        "precision": precision,
+        "seconds_an_epoch": round(an_epoch, 4),
+        "milliseconds_a_step": round(1e3 * timed / training.steps_an_epoch, 3),
+        "seconds_to_begin": round(times[0] - timed, 2),
+        "seconds_in_full": round(an_epoch * task.epochs + times[0] - timed, 1),
+    }
+
+
+def time_script(train: Images, device: torch.device, precision: Precision, ours: Row, steps: int = 20) -> Row:
+    """Steps of mnist-deep as the paper's script makes them; ours were timed just before, in the same process."""
+    model = mlp(100).to(device)
+    optimiser = Plain(model)
+    clock = Clock(device)
+    matrices = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    batches = host_batches(train)
+    correct = 0
+
+    def step() -> None:
+        nonlocal correct
+        inputs, labels = (tensor.to(device) for tensor in next(batches))
+        model.zero_grad()
+        logits = model(inputs)
+        functional.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        correct += int((logits.argmax(1) == labels).sum())
+
+    few = max(1, steps // 10 if device.type == "cpu" else steps)
+    clock.burst(step, max(1, few // 5))
+    taken = 1e3 * clock.burst(step, few)
+    torch.set_float32_matmul_precision(matrices)
+    return {
+        "task": SCRIPTED,
+        "optimiser": "nero",
+        "precision": precision,
+        "milliseconds_a_step": round(taken, 3),
+        "times_ours": round(taken / ours["milliseconds_a_step"], 2),
+    }
+
+
+class Plain:
+    """Algorithm 1 in the fewest operations, tensor by tensor: no care taken of anything."""
+
+    def __init__(self, model: nn.Module, lr: float = 0.001, beta: float = 0.999) -> None:
+        self.lr, self.beta, self.steps = lr, beta, 0
+        self.parameters = list(model.parameters())
+        nero.balance_(model)
+        self.averages = [torch.zeros_like(each if each.dim() == 1 else each[:, :1]) for each in self.parameters]
+        self.scales = [float(each.detach().abs().mean()) if each.dim() == 1 else 1.0 for each in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Turn every neuron, nudge every bias."""
+        self.steps += 1
+        for parameter, average, scale in zip(self.parameters, self.averages, self.scales, strict=True):
+            grad = parameter.grad
+            assert grad is not None
+            rows = parameter.dim() > 1
+            square = grad.norm(dim=1, keepdim=True).square() if rows else grad.square()
+            average.mul_(self.beta).add_(square, alpha=1 - self.beta)
+            size = (average / (1 - self.beta**self.steps)).sqrt()
+            parameter.sub_(grad / size, alpha=self.lr * scale)
+            if rows:
+                parameter.sub_(parameter.mean(dim=1, keepdim=True))
+                parameter.div_(parameter.norm(dim=1, keepdim=True))
+
+
+def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches as torch's loader makes them on the host: image by image, then stacked."""
+
+    class Examples(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return len(train.labels)
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            image = train.pixels[index].float().div(255)
+            return image.sub(0.1307).div(0.3081), int(train.labels[index])
+
+    while True:
+        yield from DataLoader(Examples(), batch_size=batch, shuffle=True)
+
+
+def part(data: Dataset, share: float, batch: int) -> Dataset:
+    """The first images of a data set, at least a few batches."""
+
+    def first(images: Images, least: int) -> Images:
+        count = max(least, round(share * len(images.labels)))
+        return Images(images.pixels[:count], images.labels[:count])
+
+    return replace(data, train=first(data.train, 2 * batch), test=first(data.test, 1))
+
+
+def table(rows: list[Row]) -> Table:
+    """For a person."""
+    found = Table(box=None, pad_edge=False)
+    for column in ("task", "precision", "a step, ms", "an epoch, s", "in full, s", "times ours"):
+        found.add_column(column, justify="left" if column in ("task", "precision") else "right")
+    for row in rows:
+        numbers = ("milliseconds_a_step", "seconds_an_epoch", "seconds_in_full", "times_ours")
+        found.add_row(row["task"], row["precision"], *(f"{row[key]:g}" if key in row else "" for key in numbers))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

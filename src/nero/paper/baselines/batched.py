@@ -1,0 +1,90 @@
+"""What LAMB and Madam share: state that is there from the start, and a step over all tensors at once."""
+
+import copy
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+
+class Batched(torch.optim.Optimizer):
+    """An optimiser whose step never waits for the device, and can be captured in a CUDA graph at once.
+
+    A subclass says what its options must be (:meth:`check`), what it remembers of a parameter
+    (:meth:`start`), and how tensors of one device and dtype are stepped (:meth:`update`).
+    """
+
+    def check(self, options: dict[str, Any]) -> None:
+        """Raise a ValueError if an option of a group makes no sense."""
+        raise NotImplementedError
+
+    def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """The state of a parameter before its first step."""
+        raise NotImplementedError
+
+    def update(
+        self, options: dict[str, Any], weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> None:
+        """Step tensors of one device and dtype."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, whose state is made here: a graph would make it anew at every replay."""
+        self.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            self.state[parameter] = self.start(parameter, group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for weights in alike.values():
+                grads = [weight.grad for weight in weights if weight.grad is not None]
+                self.update(group, weights, grads, [self.state[weight] for weight in weights])
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, which stays as it is: torch's own would go on writing into it."""
+        super().load_state_dict(copy.deepcopy(state_dict))
+
+
+def check_number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
+    """Raise if an option is no number, or none that will do."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not good(float(value)):
+        raise ValueError(f"{name} must be {what}, but it is {value!r}")
+
+
+def check_lr(lr: object) -> None:
+    """Raise if a learning rate is neither a number that makes sense nor a tensor of one."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
+    value = lr.item() if isinstance(lr, Tensor) else lr
+    check_number("lr", value, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
+
+
+def check_beta(name: str, beta: object) -> None:
+    """Raise if what an average keeps in a step is no share of it."""
+    check_number(name, beta, "in [0, 1), like 0.999", lambda x: 0 <= x < 1)

@@ -1,0 +1,146 @@
+"""The data sets of the paper's experiments: found or downloaded, checked, and whole in memory.
+
+:func:`load` gives MNIST and CIFAR-10 as bytes; :meth:`Dataset.normalised` makes of bytes what a
+network is fed, and :func:`nero.paper.data.augment.crop_flip_rotate` moves them about.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nero.paper.data import formats, sources
+from nero.paper.data.errors import DataError
+from nero.paper.data.folder import Folder, checked, read
+from nero.paper.data.sources import FILES
+
+__all__ = ["FILES", "DataError", "Dataset", "Images", "load"]
+
+
+@dataclass(frozen=True)
+class Images:
+    """Labelled images, whole and on one device.
+
+    Attributes:
+        pixels: uint8 (N, C, H, W).
+        labels: int64 (N,), in 0 .. 9.
+    """
+
+    pixels: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str) -> "Images":
+        return Images(self.pixels.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set, and what its pixels are normalised by.
+
+    Attributes:
+        name: "mnist" or "cifar10".
+        train: what networks are trained on.
+        test: what they are tested on.
+        mean: of each channel, of the training pixels in [0, 1].
+        std: likewise.
+    """
+
+    name: str
+    train: Images
+    test: Images
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def to(self, device: torch.device | str) -> "Dataset":
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def normalised(self, pixels: Tensor) -> Tensor:
+        """``(pixels / 255 - mean) / std`` in float32, on the pixels' device."""
+        scale, shift = _affine(self.mean, self.std, pixels.device)
+        return torch.mul(pixels, scale).add_(shift)
+
+
+def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
+    """A data set, from the user's folder; what is not there is downloaded into it.
+
+    Args:
+        name: "mnist" or "cifar10".
+        folder: where the files are, or are to be; None: $NERO_DATA, else ``~/.cache/nero``.
+        progress: told, as a file downloads, its name, how many bytes have come, and of how many
+            (0 where the server does not say).
+
+    Raises:
+        DataError: if a file is broken or malformed, or is neither there nor to be had.
+    """
+    if name not in LOADERS:
+        raise DataError(f"there is no data set {name!r}: choose one of {', '.join(LOADERS)}")
+    try:
+        return LOADERS[name](Folder(name, folder, progress))
+    except OSError as error:
+        raise DataError(
+            f"the data cannot be read: {error}; give yourself the right to, or name another folder"
+        ) from error
+
+
+def _mnist(folder: Folder) -> Dataset:
+    names = tuple(f"{stem}.gz" for stem in (*sources.MNIST_TRAIN, *sources.MNIST_TEST))
+
+    def file(stem: str) -> tuple[bytes, str]:
+        path = folder.find(f"{stem}.gz", stem)
+        if path is None:
+            path = folder.bring(f"{stem}.gz", sources.FOLDERS["mnist"], names)
+        content = read(path)
+        return (formats.gunzip(content, str(path)) if path.suffix == ".gz" else content), str(path)
+
+    def images(pixels: str, labels: str) -> Images:
+        found = Images(formats.mnist_images(*file(pixels)), formats.mnist_labels(*file(labels)))
+        if len(found.pixels) != len(found.labels):
+            raise DataError(
+                f"{pixels} has {len(found.pixels):,} images and {labels} has {len(found.labels):,} labels: "
+                f"these do not belong together. Delete both from {folder.path} and run again"
+            )
+        return found
+
+    return Dataset("mnist", images(*sources.MNIST_TRAIN), images(*sources.MNIST_TEST), (0.1307,), (0.3081,))
+
+
+def _cifar10(folder: Folder) -> Dataset:
+    contents = _cifar10_contents(folder)
+
+    def images(*names: str) -> Images:
+        pixels, labels = zip(*(formats.cifar10_batch(*contents[name]) for name in names), strict=True)
+        return Images(torch.cat(pixels), torch.cat(labels))
+
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    return Dataset("cifar10", images(*sources.CIFAR10_TRAIN), images(sources.CIFAR10_TEST), mean, std)
+
+
+def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
+    """The six batches, each with where it is from: as they lie there, or out of the archive, which stays packed."""
+    names = (*sources.CIFAR10_TRAIN, sources.CIFAR10_TEST)
+    paths = [path for path in map(folder.find, names) if path is not None]
+    if len(paths) == len(names):
+        return {path.name: (read(path), str(path)) for path in paths}
+    archive = folder.find(sources.CIFAR10_ARCHIVE)
+    if archive is None:
+        archive = folder.bring(sources.CIFAR10_ARCHIVE, "", (sources.CIFAR10_ARCHIVE,))
+    inside = [f"{sources.FOLDERS['cifar10']}/{name}" for name in names]
+    members = formats.untar(read(archive), inside, str(archive))
+    contents = {}
+    for name, member in zip(names, inside, strict=True):
+        source = f"{archive} (its {member})"
+        contents[name] = checked(members[member], name, source), source
+    return contents
+
+
+LOADERS: dict[str, Callable[[Folder], Dataset]] = {"mnist": _mnist, "cifar10": _cifar10}
+
+
+@cache  # a copy to the device waits for it: once is enough
+def _affine(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    scale = [1 / (255 * deviation) for deviation in std]
+    shift = [-middle / deviation for middle, deviation in zip(mean, std, strict=True)]
+    return (torch.tensor(scale, device=device).view(-1, 1, 1), torch.tensor(shift, device=device).view(-1, 1, 1))

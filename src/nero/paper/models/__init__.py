@@ -1,0 +1,1 @@
+"""The paper's networks, written from its appendix."""

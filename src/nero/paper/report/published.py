@@ -1,0 +1,123 @@
+"""What the paper printed and its authors stored, to set our runs beside; published.json has it, with its sources."""
+
+import json
+import statistics
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+Measure: TypeAlias = Literal["train_accuracy", "train_error", "test_accuracy", "test_error"]
+
+
+class Final(NamedTuple):
+    """A row of the paper's: a contender at its best rate, in the last epoch, in per cent.
+
+    ``task`` is the one whose runs the row is of: Nero's rows of cifar10-granularity are runs of cifar10-ablation.
+    """
+
+    task: str
+    optimiser: str
+    rate: float
+    mean: float
+    spread: float
+
+
+class Cell(NamedTuple):
+    """A cell of the authors' search on seed 0: accuracies in the last epoch, in per cent."""
+
+    optimiser: str
+    rate: float
+    train: float
+    test: float
+
+
+class Curve(NamedTuple):
+    """A stored run: train accuracy by epoch, in per cent."""
+
+    optimiser: str
+    rate: float
+    seed: int
+    train: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Published:
+    """All there is to compare a task with.
+
+    Attributes:
+        task: its name.
+        where: the place in the paper.
+        shows: the claim, in a line.
+        whose: "paper" where its tables are all there is, "authors" where their stored runs are compared with.
+        source: where the numbers come from.
+        epochs: how long the authors trained.
+        measure: what the claim is measured by.
+        finals: the rows of the claim.
+        headline: the contenders of the rows that tell the claim in short.
+        curves: stored runs, if any.
+        search: the search for the best rate, if stored.
+    """
+
+    task: str
+    where: str
+    shows: str
+    whose: Literal["paper", "authors"]
+    source: str
+    epochs: int
+    measure: Measure
+    finals: tuple[Final, ...]
+    headline: tuple[Final, ...]
+    curves: tuple[Curve, ...]
+    search: tuple[Cell, ...]
+
+    def curves_of(self, optimiser: str) -> list[tuple[float, ...]]:
+        """The stored curves of a contender, one a seed."""
+        return [curve.train for curve in self.curves if curve.optimiser == optimiser]
+
+
+@cache
+def published() -> dict[str, Published]:
+    """Every task with what is published of it, in the order of the pages."""
+    text = resources.files(__package__).joinpath("published.json").read_text(encoding="utf-8")
+    return {task: _read(task, facts) for task, facts in json.loads(text).items()}
+
+
+def _read(task: str, facts: dict[str, Any]) -> Published:
+    curves = tuple(
+        Curve(run["optimiser"], run["lr"], run["seed"], tuple(100 * value for value in run["train_accuracy"]))
+        for run in facts.get("runs", ())
+    )
+    search = tuple(
+        Cell(cell["optimiser"], cell["lr"], 100 * cell["train_accuracy"], 100 * cell["test_accuracy"])
+        for cell in facts.get("search", ())
+    )
+    finals = tuple(
+        Final(row.get("task", task), row["optimiser"], row["lr"], row["mean"], row["spread"])
+        for row in facts.get("finals", ())
+    )
+    finals = finals or _finals(task, curves)
+    return Published(
+        task=task,
+        where=facts["where"],
+        shows=facts["shows"],
+        whose=facts["whose"],
+        source=facts["source"],
+        epochs=facts["epochs"],
+        measure=cast(Measure, facts["measure"]),
+        finals=finals,
+        headline=tuple(row for name in facts["headline"] for row in finals if row.optimiser == name),
+        curves=curves,
+        search=search,
+    )
+
+
+def _finals(task: str, curves: tuple[Curve, ...]) -> tuple[Final, ...]:
+    """Mean and population standard deviation over seeds, as the paper's ± is."""
+    ends: dict[tuple[str, float], list[float]] = {}
+    for curve in curves:
+        ends.setdefault((curve.optimiser, curve.rate), []).append(curve.train[-1])
+    return tuple(
+        Final(task, name, rate, statistics.fmean(values), statistics.pstdev(values))
+        for (name, rate), values in ends.items()
+    )

@@ -1,0 +1,242 @@
+"""One run under way. The loop that serves every task: an epoch's data, a step, a look at the test set."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from nero.paper import baselines
+from nero.paper.data import Dataset
+from nero.paper.models.dropout import Dropout
+from nero.paper.protocol import Precision, Settings, Task
+
+#: Steps before a graph is captured: libraries choose their kernels, and Nero's are compiled.
+WARM_UP = 3
+#: How many test images are looked at together.
+LOOK = 2000
+
+
+class Training:
+    """A network, its optimiser and where they stand.
+
+    All randomness of an epoch (order, augmentation, dropout) comes from a generator seeded by the run's seed and the
+    epoch, so where a run stands is a few numbers. On a GPU the data is there already, and a step is a CUDA graph
+    on a stream of the run's own: runs that take turns at :meth:`advance` keep the GPU busy side by side.
+
+    Args:
+        task: what to train on what.
+        settings: of this run.
+        data: the task's data set, on the device to train on.
+        state: what :meth:`state` gave, to go on from there.
+    """
+
+    def __init__(self, task: Task, settings: Settings, data: Dataset, state: dict[str, Any] | None = None) -> None:
+        self.task, self.settings, self.data = task, settings, data
+        self.device = data.train.pixels.device
+        self.steps_an_epoch = math.ceil(len(data.train.labels) / task.batch)
+        self.epoch = self.step = 0
+        self.curve: dict[str, list[float | None]] = {
+            name: [] for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+        }
+        self._spent, self._since = 0.0, time.perf_counter()
+        on_gpu = self.device.type == "cuda"
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._inputs = self._labels = torch.empty(0)
+        with self._on_stream():
+            self._build()
+            if state is not None:
+                self._go_on_from(state)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done."""
+        return self.epoch == self.settings.epochs
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken, its earlier parts included."""
+        return self._spent + time.perf_counter() - self._since
+
+    @property
+    def steps_done(self) -> int:
+        """Counted from the first epoch."""
+        return self.epoch * self.steps_an_epoch + self.step
+
+    def advance(self) -> None:
+        """Make one step; with the last of an epoch, look at the test set."""
+        with self._on_stream():
+            if self.step == 0:
+                self._begin_epoch()
+            start = self.step * self.task.batch
+            self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
+            self._learn(self._inputs[start : start + self.task.batch], self._labels[start : start + self.task.batch])
+            self.step += 1
+            if self.step == self.steps_an_epoch:
+                self._end_epoch()
+
+    def so_far(self) -> dict[str, float | None]:
+        """The training loss and accuracy of the epoch under way; waits for the device."""
+        with self._on_stream():
+            loss, correct, count = self.totals.tolist()
+        return {"train_loss": _finite(loss / max(count, 1)), "train_accuracy": correct / max(count, 1)}
+
+    def state(self) -> dict[str, Any]:
+        """All that is needed to go on from here, as tensors and plain Python."""
+        with self._on_stream():
+            return {
+                "epoch": self.epoch,
+                "step": self.step,
+                "curve": self.curve,
+                "seconds": self.seconds,
+                "totals": self.totals.cpu(),
+                "generator": self.generator.get_state(),
+                "model": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
+                "optimiser": _on_cpu(self.optimiser.state_dict()),
+            }
+
+    def _build(self) -> None:
+        contender = self.task.contenders[self.settings.optimiser]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.settings.seed)
+            model = (contender.model or self.task.model)()  # on the CPU: the same weights for every device
+        # convolutions on a GPU's tensor cores want channels last; nothing else has four axes
+        self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.generator = torch.Generator(self.device)
+        for module in self.model.modules():
+            if isinstance(module, Dropout):
+                module.generator = self.generator
+        self.lr = torch.zeros((), device=self.device)
+        self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **contender.options)
+        baselines.prime(self.optimiser)
+        self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+
+    def _go_on_from(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.lr  # loading made a copy of it
+        self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
+        self._spent = state["seconds"]
+        if self.step:
+            self._begin_epoch()
+            self.generator.set_state(state["generator"])
+            self.totals.copy_(state["totals"])
+
+    def _begin_epoch(self) -> None:
+        self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
+        train = self.data.train
+        order = torch.randperm(len(train.labels), generator=self.generator, device=self.device)
+        pixels = train.pixels[order]
+        if self.task.augment is not None:
+            pixels = self.task.augment(pixels, self.generator)
+        self._inputs = _channels_last(self.data.normalised(pixels))
+        self._labels = train.labels[order]
+        self.totals.zero_()
+        self.model.train()
+
+    def _learn(self, inputs: Tensor, labels: Tensor) -> None:
+        if self._stream is None:
+            self._update(inputs, labels)
+            return
+        if len(labels) not in self._graphs:
+            self._graphs[len(labels)] = self._capture(inputs.clone(), labels.clone())
+        graph, held_inputs, held_labels = self._graphs[len(labels)]
+        held_inputs.copy_(inputs)
+        held_labels.copy_(labels)
+        graph.replay()
+
+    def _update(self, inputs: Tensor, labels: Tensor) -> None:
+        with _precision(self.settings.precision):
+            self.optimiser.zero_grad()
+            logits = self.model(inputs)
+            loss = F.cross_entropy(logits, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimiser.step()
+        with torch.no_grad():
+            self.totals += _totals(logits, labels, loss * len(labels))
+
+    def _capture(self, inputs: Tensor, labels: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """A graph of the update on these tensors. What the warm-up changes is put back."""
+        changing = [*self.model.state_dict().values(), self.totals]
+        kept = [value for state in self.optimiser.state.values() for value in state.values()]
+        changing += [value for value in kept if isinstance(value, Tensor)]
+        before, random = [tensor.clone() for tensor in changing], self.generator.get_state()
+        for _ in range(WARM_UP):
+            self._update(inputs, labels)
+        for tensor, value in zip(changing, before, strict=True):
+            tensor.copy_(value)
+        self.generator.set_state(random)
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._update(inputs, labels)
+        return graph, inputs, labels
+
+    def _end_epoch(self) -> None:
+        self._inputs = self._labels = torch.empty(0)
+        totals = torch.stack([self.totals, self._look()]).tolist()  # the host waits here, once an epoch
+        for name, (loss, correct, count) in zip(("train", "test"), totals, strict=True):
+            self.curve[f"{name}_loss"].append(_finite(loss / count))
+            self.curve[f"{name}_accuracy"].append(correct / count)
+        self.epoch, self.step = self.epoch + 1, 0
+
+    @torch.no_grad()
+    def _look(self) -> Tensor:
+        self.model.eval()
+        totals = torch.zeros_like(self.totals)
+        test = self.data.test
+        for start in range(0, len(test.labels), LOOK):
+            pixels, labels = test.pixels[start : start + LOOK], test.labels[start : start + LOOK]
+            with _precision(self.settings.precision):
+                logits = self.model(_channels_last(self.data.normalised(pixels)))
+            totals += _totals(logits, labels, F.cross_entropy(logits, labels, reduction="sum"))
+        return totals
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def _totals(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
+    """The sum of the losses, how many are right, and how many there are."""
+    correct = (logits.argmax(1) == labels).sum()
+    return torch.stack([loss.double(), correct.double(), torch.full_like(loss, len(labels), dtype=torch.float64)])
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def _finite(value: float) -> float | None:
+    """The value, or None for what JSON has no word for."""
+    return value if math.isfinite(value) else None
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of nested dicts and lists with their tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, dict):
+        return {key: _on_cpu(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(entry) for entry in value)
+    return value
+
+
+@contextmanager
+def _precision(name: Precision) -> Iterator[None]:
+    """Products of float32 matrices in float32, or on a GPU's tensor cores in TF32; the fastest kernels of either."""
+    matrices = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        with torch.backends.cudnn.flags(allow_tf32=name == "tf32", benchmark=True):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(matrices)

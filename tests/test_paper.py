@@ -1,0 +1,520 @@
+"""The paper's suite: every task trains, nothing is lost, and what cannot be is said before work is spent."""
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+import nero
+from nero.paper import cli, record, sweep
+from nero.paper.data import Dataset, Images
+from nero.paper.data.augment import crop_flip_rotate
+from nero.paper.models.dropout import Dropout
+from nero.paper.models.mlp import ScaledReLU, mlp, reparameterised
+from nero.paper.models.resnet import resnet18
+from nero.paper.models.vgg import vgg11
+from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
+from nero.paper.record import Store, StoreError, read_records, write_whole
+from nero.paper.sweep import search, train
+from nero.paper.tasks import TASKS, task_named
+from nero.paper.training import Training
+
+MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+def made(name="cifar10", examples=20, tests=10, seed=0):
+    """Labelled noise in a data set's shape, each class a little brighter than the one before."""
+    shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[name]
+    generator = torch.Generator().manual_seed(seed)
+
+    def images(count):
+        labels = torch.arange(count) % 10
+        noise = torch.randint(100, (count, *shape), generator=generator)
+        return Images((noise + 15 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
+
+    channels = shape[0]
+    return Dataset(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
+
+
+class Watch:
+    """Sees everything, and breaks off after so many steps."""
+
+    def __init__(self, break_off_after=math.inf):
+        self.left, self.planned, self.begun_at, self.ended_runs = break_off_after, [], [], []
+
+    def plan(self, _, settings, done):
+        self.planned.append((len(settings), len(done)))
+
+    def begun(self, training):
+        self.begun_at.append(training.steps_done)
+
+    def stepped(self, _):
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    def ended(self, training):
+        self.ended_runs.append(training.settings)
+
+
+class Killed(BaseException):
+    """As if the process were gone."""
+
+
+TINY = Task(
+    name="tiny",
+    shows="",
+    title="",
+    dataset="cifar10",
+    model=partial(vgg11, width=1 / 32),
+    contenders={
+        "nero": Contender("nero", 0.01),
+        "nero-neither": Contender("nero", 0.02, {"fix_mean": False, "fix_norm": False, "fixed_scale": True}),
+        "sgd": Contender("sgd", 0.1),
+        "adam": Contender("adam", 0.001, {"beta1": 0.9}),
+        "lamb": Contender("lamb", 0.01),
+        "lamb-balanced": Contender("lamb", 0.06, {"balanced": True}),
+        "madam": Contender("madam", 0.02),
+        "resnet": Contender("nero", 0.01, model=partial(resnet18, width=1 / 32)),
+        "sigma-100": Contender(
+            "adam", 0.01, model=lambda: nn.Sequential(nn.AvgPool2d(8), reparameterised(3, 100.0, width=48))
+        ),
+    },
+    grid=(0.01, 0.1),
+    epochs=3,
+    batch=8,
+    schedule=decay_each_epoch(0.5),
+    metric="test_accuracy",
+    seconds=(1, 1),
+    augment=crop_flip_rotate,
+)
+
+
+def result(record):
+    """A record without what differs from one run to the next."""
+    return {key: value for key, value in record.items() if key not in ("seconds", "finished", "side_by_side")}
+
+
+@pytest.mark.parametrize(
+    ("name", "contender"), [(task.name, name) for task in TASKS.values() for name in task.contenders]
+)
+def test_every_task_trains(name, contender, tmp_path):
+    task = replace(TASKS[name], batch=4)
+    trained = Training(task, task.settings(contender, epochs=1), made(task.dataset, examples=6, tests=5))
+    before = [value.detach().clone() for value in trained.model.parameters()]
+    while not trained.finished:
+        trained.advance()
+    assert trained.steps_done == 2  # four, and the two that are left
+    moved = [not torch.equal(now, was) for now, was in zip(trained.model.parameters(), before, strict=True)]
+    assert any(moved)
+    assert all(value.isfinite().all() for value in trained.model.parameters())
+    found = Store(tmp_path).finish(trained, 1)
+    assert {len(values) for values in found["curve"].values()} == {1}
+    assert found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
+    assert found["batch"] == 4
+    assert found == read_records(tmp_path)[0]
+    balanced = {"nero", "nero-both", "lamb-balanced", "madam-balanced"}
+    assert nero.is_balanced(trained.model) == (contender in balanced)
+
+
+def test_a_tasks_network_learns():
+    task = replace(TINY, model=lambda: mlp(3, 3072), dataset="cifar10", schedule=constant, augment=None, epochs=8)
+    training = Training(task, task.settings("nero"), made(examples=40))
+    while not training.finished:
+        training.advance()
+    assert training.curve["train_accuracy"][-1] > 0.8
+    assert training.curve["train_loss"][-1] < training.curve["train_loss"][0]
+
+
+@pytest.mark.parametrize("contender", TINY.contenders)
+def test_killed_and_resumed_equals_undisturbed(contender, tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "PAUSE", 0.0)
+    monkeypatch.setattr(sweep, "SHARE", 0.0)
+    data, settings = made(), TINY.settings(contender)
+    (undisturbed,) = train(TINY, [settings], data, Store(tmp_path / "undisturbed"), Watch())
+    store = Store(tmp_path / "killed")
+    kills = 0
+    while True:  # killed after every second step
+        watch = Watch(break_off_after=2)
+        try:
+            (resumed,) = train(TINY, [settings], data, store, watch)
+        except Killed:
+            kills += 1
+            continue
+        break
+    assert kills == 4
+    assert result(resumed) == result(undisturbed)
+    assert not list(tmp_path.rglob("*.checkpoint"))
+
+
+def test_resumed_weights_are_the_same_bits(tmp_path):
+    data, settings = made(), TINY.settings("adam")
+    whole = Training(TINY, settings, data)
+    for _ in range(7):
+        whole.advance()
+    store = Store(tmp_path)
+    for stop in range(7):
+        half = Training(TINY, settings, data)
+        for _ in range(stop):
+            half.advance()
+        store.save(half)
+        half = Training(TINY, settings, data, store.checkpoint(TINY, settings))
+        for _ in range(stop, 7):
+            half.advance()
+        for name, value in whole.model.state_dict().items():
+            assert torch.equal(half.model.state_dict()[name], value), (stop, name)
+
+
+def test_a_process_killed_by_the_system_goes_on(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys; from pathlib import Path; from dataclasses import replace\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_paper import TINY, Watch, made; from nero.paper import sweep; from nero.paper.record import Store\n"
+        "import time; sweep.PAUSE = sweep.SHARE = 0.0\n"
+        "slow = Watch(); slow.stepped = lambda training: time.sleep(float(sys.argv[2]))\n"
+        "sweep.train(TINY, [TINY.settings('nero')], made(), Store(Path(sys.argv[1])), slow)\n"
+    )
+    for folder, pause in (("whole", "0"), ("killed", "0.2")):
+        process = subprocess.Popen([sys.executable, script, tmp_path / folder, pause])
+        if folder == "killed":
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "killed/tiny/nero-lr0.01-seed0.checkpoint").exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            assert process.wait() == -signal.SIGKILL
+            assert not list((tmp_path / "killed").rglob("*.json"))
+            process = subprocess.Popen([sys.executable, script, tmp_path / folder, "0"])
+        assert process.wait() == 0
+    whole, killed = (read_records(tmp_path / folder) for folder in ("whole", "killed"))
+    assert [result(each) for each in killed] == [result(each) for each in whole]
+
+
+def test_side_by_side_equals_one_after_the_other(tmp_path):
+    data = made()
+    runs = [TINY.settings(name, seed=seed) for name in ("nero", "adam") for seed in (0, 1)]
+    alone = train(TINY, runs, data, Store(tmp_path / "alone"), Watch())
+    beside = train(TINY, runs, data, Store(tmp_path / "beside"), Watch(), side_by_side=3)
+    assert [result(each) for each in alone] == [result(each) for each in beside]
+    assert {each["side_by_side"] for each in beside} == {3}
+
+
+def test_an_interrupt_keeps_all_runs(tmp_path):
+    data, runs = made(), [TINY.settings("nero", seed=seed) for seed in (0, 1)]
+    watch = Watch()
+    watch.stepped = lambda training: training.steps_done == 4 and (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, runs, data, Store(tmp_path), watch, side_by_side=2)
+    again = Watch()
+    train(TINY, runs, data, Store(tmp_path), again, side_by_side=2)
+    assert again.begun_at == [4, 3]
+
+
+def test_a_sweep_follows_the_protocol_and_skips_what_is_done(tmp_path):
+    data, store, watch = made(), Store(tmp_path), Watch()
+
+    def run(settings):
+        return train(TINY, settings, data, store, watch)
+
+    best = search(TINY, ["nero", "sgd"], 3, "float32", run)
+    assert watch.planned == [(4, 0), (6, 2)]
+    assert set(best) == {"nero", "sgd"}
+    assert len(read_records(tmp_path)) == 2 * (2 + 2)
+    assert search(TINY, ["nero", "sgd"], 3, "float32", run) == best
+    assert watch.planned[2:] == [(4, 4), (6, 6)]
+    assert search(TINY, ["nero"], 1, "float32", run, rates=()) == {"nero": 0.01}
+
+
+def test_the_best_rate_is_of_the_last_epoch_and_of_equals_the_papers():
+    task = TASKS["mnist-deep"]
+
+    def ended(lr, *accuracy):
+        return {"optimiser": "nero", "lr": lr, "curve": {"train_accuracy": list(accuracy)}}
+
+    assert best_rate(task, [ended(0.0001, 0.99, 0.2), ended(0.001, 0.1, 0.3), ended(0.01, 0.1, 0.1)]) == 0.001
+    assert best_rate(task, [ended(rate, 0.1124) for rate in task.grid]) == 0.001
+    assert best_rate(task, [ended(0.1, 0.2), ended(0.01, 0.2)]) == 0.01
+    assert best_rate(task, [ended(0.1, None), ended(0.01, 0.0)]) == 0.01
+
+
+def test_schedules():
+    decay = decay_each_epoch(0.9)
+    assert [decay(step, 10) for step in (0, 9, 10, 25)] == [1, 1, 0.9, 0.9**2]
+    paper = TASKS["cifar10-vgg11"].schedule
+    assert paper(0, 391) == 1 / (5 * 391)
+    assert paper(5 * 391 - 1, 391) == 1
+    found = [paper(epoch * 391, 391) for epoch in (5, 99, 100, 149, 150, 180, 198)]
+    assert found == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.008, 0.008])
+    assert warm_up_then_drop(2, 0.5, at=())(1, 2) == 0.5
+
+
+def test_networks_are_the_papers():
+    def count(model):
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    with torch.device("meta"):
+        assert count(mlp(100)) == 99 * (784 * 784 + 784) + 784 * 10 + 10
+        assert count(mlp(5, bias=False)) == 4 * 784 * 784 + 7840
+        vgg, resnet = vgg11(), resnet18()
+    convolutions = sum(
+        9 * a * b
+        for a, b in zip((3, 64, 128, 256, 256, 512, 512, 512), (64, 128, 256, 256, 512, 512, 512, 512), strict=True)
+    )
+    assert count(vgg) == convolutions + 513 * 4096 + 4097 * 4096 + 4097 * 10
+    assert count(resnet) == 11_173_962  # as commonly stated for this form
+    inputs = torch.tensor([-2.0, 0.0, 3.0], requires_grad=True)
+    outputs = ScaledReLU()(inputs)
+    outputs.sum().backward()
+    assert outputs.tolist() == pytest.approx([0, 0, 3 * math.sqrt(2)])
+    assert inputs.grad.tolist() == pytest.approx([0, 0, math.sqrt(2)])
+
+
+def test_reparameterised_networks_are_one_function_at_every_scale():
+    outputs = []
+    for sigma in (1.0, 100.0):
+        torch.manual_seed(0)
+        outputs.append(reparameterised(5, sigma, width=48)(torch.linspace(-1, 1, 48).expand(1, 48)))
+    assert torch.allclose(*outputs, rtol=1e-4)
+
+
+def test_dropout_draws_from_its_generator():
+    layer, inputs = Dropout(0.25), torch.ones(10_000)
+    layer.generator = torch.Generator().manual_seed(1)
+    first = layer(inputs)
+    torch.rand(3)  # torch's own generator has no say
+    layer.generator.manual_seed(1)
+    assert torch.equal(layer(inputs), first)
+    assert sorted(set(first.tolist())) == pytest.approx([0.0, 4 / 3])
+    assert (first == 0).float().mean() == pytest.approx(0.25, abs=0.02)
+    assert torch.equal(layer.eval()(inputs), inputs)
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a" / "file"
+    write_whole(path, lambda file: file.write(b"first"))
+
+    def half(file):
+        file.write(b"hal")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StoreError, match=r"the disk is full.*make room"):
+        write_whole(path, half)
+    assert path.read_bytes() == b"first"
+    monkeypatch.setattr(record.os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, lambda file: file.write(b"second"))
+    assert [each.name for each in path.parent.iterdir()] == ["file"]
+    assert path.read_bytes() == b"first"
+
+
+def test_a_full_disk_stops_a_run_with_word_and_loses_nothing(tmp_path, monkeypatch):
+    data, settings, store = made(), TINY.settings("nero"), Store(tmp_path)
+    monkeypatch.setattr(sweep, "PAUSE", 0.0)
+    monkeypatch.setattr(sweep, "SHARE", 0.0)
+    saves = []
+
+    def save(state, file):
+        saves.append(state["step"])
+        file.write(b"half")
+        if len(saves) == 3:
+            raise RuntimeError("PytorchStreamWriter failed writing file")
+        torch_save(state, file.seek(0) or file)
+
+    torch_save = torch.save
+    monkeypatch.setattr(record.torch, "save", save)
+    with pytest.raises(StoreError, match="cannot write"):
+        train(TINY, [settings], data, store, Watch())
+    monkeypatch.setattr(record.torch, "save", torch_save)
+    again = Watch()
+    train(TINY, [settings], data, store, again)
+    assert again.begun_at == [2]
+
+
+def test_checkpoints_hold_no_code(tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("nero")
+    training = Training(TINY, settings, made())
+    training.advance()
+    store.save(training)
+    path = store.path(TINY, settings, ".checkpoint")
+    assert torch.load(path, weights_only=True)["step"] == 1
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StoreError, match="delete it"):
+        store.checkpoint(TINY, settings)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("nero")
+    training = Training(TINY, settings, made())
+    store.save(training)
+    other = TINY.settings("nero", seed=1)
+    store.path(TINY, settings, ".checkpoint").rename(store.path(TINY, other, ".checkpoint"))
+    with pytest.raises(StoreError, match="another run"):
+        store.checkpoint(TINY, other)
+
+
+def test_a_folder_without_room_is_refused(tmp_path):
+    Store(tmp_path).check(1)
+    with pytest.raises(StoreError, match="make room"):
+        Store(tmp_path).check(10**18)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "file" / "below").check(1)
+
+
+def test_broken_records_are_named(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "broken.json").write_text("{")
+    with pytest.raises(StoreError, match=r"broken\.json is not a record"):
+        read_records(tmp_path)
+    with pytest.raises(StoreError, match="no folder"):
+        read_records(tmp_path / "nowhere")
+
+
+def test_records_are_named_by_what_departs_from_the_paper():
+    task = TASKS["mnist-deep"]
+    names = [
+        task.name_of(task.settings("nero")),
+        task.name_of(task.settings("sgd", 0.1, seed=2, precision="tf32")),
+        task.name_of(task.settings("sgd", 0.1, epochs=3)),
+    ]
+    assert names == ["nero-lr0.001-seed0", "sgd-lr0.1-seed2-tf32", "sgd-lr0.1-seed0-epochs3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"contender": "nerro"}, "take one of nero"),
+        ({"lr": -1.0}, "learning rate"),
+        ({"lr": math.nan}, "learning rate"),
+        ({"seed": -1}, "seed"),
+        ({"epochs": 0}, "1 to 50 epochs"),
+        ({"epochs": 51}, "1 to 50 epochs"),
+        ({"precision": "bf16"}, "one of float32, tf32"),
+    ],
+)
+def test_impossible_settings(arguments, message):
+    with pytest.raises(SettingError, match=message):
+        TASKS["mnist-deep"].settings(**{"contender": "nero", **arguments})
+
+
+def test_unknown_tasks_are_answered_with_the_known():
+    with pytest.raises(SettingError, match="take one of mnist-deep"):
+        task_named("mnist")
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """`nero ...` in this process: its exit code and what it printed, on made data."""
+    monkeypatch.setattr(cli, "load", lambda name, *_, **__: made(name))
+
+    def call(*arguments):
+        from io import StringIO
+
+        from rich.console import Console
+
+        told = StringIO()
+        monkeypatch.setattr(cli, "console", Console(file=told, width=160, markup=False, highlight=False))
+        monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as end:
+            return end.code, told.getvalue()
+        return 0, told.getvalue()
+
+    return call
+
+
+def test_nero_list(command):
+    code, told = command("list")
+    assert code == 0
+    assert all(name in told for name in TASKS)
+
+
+def test_nero_run_and_report(command, tmp_path):
+    code, told = command("run", "mnist-reparameterised", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
+    assert code == 0
+    assert "sigma-1-lr0.01-seed0-epochs1: train" in told
+    (found,) = read_records(tmp_path / "out")
+    assert found["task"] == "mnist-reparameterised"
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["commit"]
+    assert list((tmp_path / "out" / "tensorboard").rglob("events*"))
+    code, told = command("run", "mnist-reparameterised", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
+    assert code == 0
+    assert "1 done before" in told
+    code, told = command("report", "--records", tmp_path / "out", "--out", tmp_path / "pages")
+    assert code == 0
+
+
+def test_nero_sweep(command, tmp_path):
+    arguments = ["sweep", "mnist-reparameterised", "--out", tmp_path, "--epochs", 1, "--device", "cpu", "--seeds", 2]
+    code, told = command(*arguments)
+    assert code == 0
+    assert "sigma-100: best of the grid is 0.01; the paper's is 0.01" in told
+    assert len(read_records(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nonsense"], "take one of mnist-deep"),
+        (["run", "mnist-deep", "--optimiser", "adagrad"], "take one of nero, lamb, adam, sgd"),
+        (["run", "mnist-deep", "--device", "toaster"], "take cpu, cuda or auto"),
+        (["run", "mnist-deep", "--device", "cuda:99"], "torch sees no cuda:99"),
+        (["run", "mnist-deep", "--precision", "tf32", "--device", "cpu"], "tf32 is a mode of NVIDIA"),
+        (["run", "mnist-deep", "--precision", "int4"], "one of float32, tf32"),
+        (["run", "mnist-deep", "--epochs", 99, "--device", "cpu"], "1 to 50 epochs"),
+        (["sweep", "mnist-deep", "--optimiser", "adagrad"], "take one of nero"),
+        (["report", "--records", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_errors_say_what_to_do(command, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _ = command(*arguments)
+    assert message in str(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_is_installed():
+    assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0
+
+
+@pytest.mark.skipif(not (MNIST / "mnist").is_dir(), reason="no MNIST: set NERO_DATA to its folder")
+def test_real_mnist_in_an_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "nero",
+            "run",
+            "mnist-reparameterised",
+            "--data",
+            str(MNIST),
+            "--epochs",
+            "1",
+            "--device",
+            "cpu",
+            "--out",
+            str(tmp_path),
+        ],
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code in (0, None)
+    (found,) = read_records(tmp_path)
+    assert found["curve"]["train_accuracy"][0] == pytest.approx(
+        0.9418, abs=0.01
+    )  # the authors' three seeds: .9413 to .9421

@@ -1,0 +1,674 @@
+"""Data sets: found or downloaded, checked, read; every way in which that can fail says which file, and what to do."""
+
+import errno
+import gzip
+import hashlib
+import io
+import math
+import os
+import struct
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nero.paper.data import FILES, DataError, Dataset, Images, augment, download, load, sources
+from nero.paper.data.augment import crop_flip_rotate
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MNIST = (*sources.MNIST_TRAIN, *sources.MNIST_TEST)
+CIFAR10 = (*sources.CIFAR10_TRAIN, sources.CIFAR10_TEST)
+#: Read at once: the tests take the variable away.
+REAL = os.environ.get("NERO_DATA")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch):
+    """No network, and no folder of the user's, unless a test says so."""
+    monkeypatch.setattr(sources, "HOMES", {"mnist": (), "cifar10": ()})
+    for variable in ("NERO_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("no_proxy", "*")
+
+
+# -- made data ---------------------------------------------------------------------------------
+
+
+def idx(tensor: Tensor) -> bytes:
+    return bytes([0, 0, 8, tensor.ndim]) + struct.pack(f">{tensor.ndim}I", *tensor.shape) + bytes(tensor.flatten())
+
+
+def digits(count: int) -> Images:
+    return Images(torch.randint(256, (count, 1, 28, 28), dtype=torch.uint8), torch.randint(10, (count,)))
+
+
+def tiny_mnist() -> tuple[dict[str, bytes], Images, Images]:
+    """Four files by name, of 7 and 3 images, and what they should be read as."""
+    train, test = digits(7), digits(3)
+    contents = {}
+    for (pixels, labels), images in ((sources.MNIST_TRAIN, train), (sources.MNIST_TEST, test)):
+        contents[pixels] = idx(images.pixels.squeeze(1))
+        contents[labels] = idx(images.labels.byte())
+    return contents, train, test
+
+
+def tiny_cifar10() -> tuple[dict[str, bytes], Tensor, Tensor]:
+    """Six files by name, of two images each, and all their rows."""
+    labels = torch.randint(10, (12, 1), dtype=torch.uint8)
+    pixels = torch.randint(256, (12, 3072), dtype=torch.uint8)
+    rows = torch.cat([labels, pixels], 1).view(6, 2, 3073)
+    return {name: bytes(rows[i].flatten()) for i, name in enumerate(CIFAR10)}, labels.flatten().long(), pixels
+
+
+def archive_of(contents: dict[str, bytes], folder: str = "cifar-10-batches-bin") -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, content in {"readme.html": b"<html>", **contents}.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def checksum(content: bytes, name: str) -> str:
+    kind = FILES[name].partition(":")[0]
+    return f"{kind}:{hashlib.new(kind, content).hexdigest()}"
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, bytes], Path]:
+    """Write a file and have it taken for the published one of its name."""
+
+    def write(path: Path, content: bytes) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        monkeypatch.setitem(FILES, path.name, checksum(content, path.name))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("inside", ["mnist", "."])
+@pytest.mark.parametrize("packed", [True, False], ids=["gz", "plain"])
+def test_mnist_is_read(tmp_path: Path, put, inside: str, packed: bool):
+    contents, train, test = tiny_mnist()
+    for name, content in contents.items():
+        put(tmp_path / inside / (f"{name}.gz" if packed else name), gzip.compress(content) if packed else content)
+    dataset = load("mnist", tmp_path)
+    assert (dataset.name, dataset.mean, dataset.std) == ("mnist", (0.1307,), (0.3081,))
+    for read, made in ((dataset.train, train), (dataset.test, test)):
+        assert read.pixels.dtype == torch.uint8
+        assert read.labels.dtype == torch.int64
+        assert torch.equal(read.pixels, made.pixels)
+        assert torch.equal(read.labels, made.labels)
+
+
+@pytest.mark.parametrize("inside", ["cifar-10-batches-bin", ".", "archive"])
+def test_cifar10_is_read(tmp_path: Path, put, monkeypatch: pytest.MonkeyPatch, inside: str):
+    contents, labels, pixels = tiny_cifar10()
+    for name, content in contents.items():
+        if inside == "archive":
+            monkeypatch.setitem(FILES, name, checksum(content, name))
+        else:
+            put(tmp_path / inside / name, content)
+    if inside == "archive":
+        put(tmp_path / sources.CIFAR10_ARCHIVE, archive_of(contents))
+    dataset = load("cifar10", tmp_path)
+    assert torch.equal(dataset.train.pixels.flatten(1), pixels[:10])
+    assert torch.equal(dataset.test.pixels.flatten(1), pixels[10:])
+    assert dataset.train.pixels.shape[1:] == (3, 32, 32)
+    assert torch.equal(torch.cat([dataset.train.labels, dataset.test.labels]), labels)
+    assert dataset.train.labels.dtype == torch.int64
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_normalised(device: str):
+    images = Images(torch.randint(256, (5, 3, 4, 6), dtype=torch.uint8), torch.arange(5))
+    dataset = Dataset("made", images, images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4)).to(device)
+    assert dataset.train.pixels.device.type == dataset.test.labels.device.type == device
+    before = dataset.train.pixels.clone()
+    mean = torch.tensor(dataset.mean, dtype=torch.float64).view(3, 1, 1)
+    std = torch.tensor(dataset.std, dtype=torch.float64).view(3, 1, 1)
+    for pixels in (dataset.train.pixels, dataset.train.pixels.float()):
+        got = dataset.normalised(pixels)
+        assert got.dtype == torch.float32
+        assert got.device == pixels.device
+        torch.testing.assert_close(got.cpu().double(), (before.cpu() / 255.0 - mean) / std, rtol=0, atol=2e-6)
+        assert torch.equal(pixels, before.to(pixels.dtype)), "what is given is left alone"
+
+
+# -- the folder --------------------------------------------------------------------------------
+
+
+def test_an_unknown_data_set():
+    with pytest.raises(DataError, match=r"no data set 'imagenet'.*mnist, cifar10"):
+        load("imagenet")
+
+
+def test_a_folder_that_is_named_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(DataError, match=r"nowhere, that was asked for, does not exist: make it"):
+        load("mnist", tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is no folder"):
+        load("mnist", tmp_path / "file")
+    monkeypatch.setenv("NERO_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match=r"nowhere, that \$NERO_DATA names, does not exist"):
+        load("mnist")
+
+
+def test_the_folder_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The argument, $NERO_DATA, the standard's cache, ~/.cache: as the error says where to put files."""
+
+    def asks_for(folder: Path, argument: Path | None = None) -> None:
+        with pytest.raises(DataError, match=f"put train-images.* into {folder}/mnist by hand"):
+            load("mnist", argument)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asks_for(tmp_path / ".cache/nero")
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    asks_for(tmp_path / ".cache/nero")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    asks_for(tmp_path / "xdg/nero")
+    for name in ("variable", "argument"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setenv("NERO_DATA", "~/variable")
+    asks_for(tmp_path / "variable")
+    asks_for(tmp_path / "argument", tmp_path / "argument")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path, put, monkeypatch: pytest.MonkeyPatch):
+    path = put(tmp_path / f"{MNIST[0]}.gz", b"...")
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match=f"cannot be read.*{path}"):
+        load("mnist", tmp_path)
+
+
+# -- broken and malformed files ----------------------------------------------------------------
+
+
+def test_a_broken_file_of_mnist(tmp_path: Path, put):
+    contents, _, _ = tiny_mnist()
+    paths = [put(tmp_path / "mnist" / name, content) for name, content in contents.items()]
+    paths[1].write_bytes(contents[MNIST[1]][:-1])
+    with pytest.raises(DataError, match=f"{paths[1]} is broken or incomplete.*Delete it and run again"):
+        load("mnist", tmp_path)
+
+
+def test_a_broken_file_of_cifar10(tmp_path: Path, put, monkeypatch: pytest.MonkeyPatch):
+    contents, _, _ = tiny_cifar10()
+    paths = [put(tmp_path / name, content) for name, content in contents.items()]
+    paths[4].write_bytes(b"?" + contents[CIFAR10[4]][1:])
+    with pytest.raises(DataError, match=f"{paths[4]} is broken or incomplete.*Delete it and run again"):
+        load("cifar10", tmp_path)
+    paths[4].unlink()
+    path = put(tmp_path / sources.CIFAR10_ARCHIVE, archive_of(contents))
+    monkeypatch.setitem(FILES, CIFAR10[4], "sha256:0")
+    with pytest.raises(DataError, match=rf"{path} \(its .*{CIFAR10[4]}\) is broken or incomplete"):
+        load("cifar10", tmp_path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match=f"{path} is broken or incomplete.*md5:"):
+        load("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("which", "content", "says"),
+    [
+        (0, b"", "begins with nothing"),
+        (0, idx(torch.zeros(2, 28, dtype=torch.uint8)), "begins with 00 00 08 02"),
+        (0, b"\0\0\x0d\x03" + bytes(12), "begins with 00 00 0d 03"),
+        (0, b"\0\0\x08\x03\0\0", "3 lengths"),
+        (0, idx(torch.zeros(2, 28, 28, dtype=torch.uint8))[:-1], "holds 2 x 28 x 28 bytes, and holds 1,567"),
+        (0, idx(torch.zeros(0, 28, 28, dtype=torch.uint8)), "0 x 28 x 28"),
+        (0, idx(torch.zeros(2, 28, 27, dtype=torch.uint8)), "images are 28 x 27"),
+        (1, idx(torch.tensor([1, 2, 10], dtype=torch.uint8)), "a label 10"),
+    ],
+    ids=["empty", "labels for images", "floats", "a short header", "cut short", "no image", "shape", "label"],
+)
+def test_a_malformed_file_of_mnist(tmp_path: Path, put, which: int, content: bytes, says: str):
+    contents, _, _ = tiny_mnist()
+    contents[MNIST[which]] = content
+    for name, its in contents.items():
+        put(tmp_path / name, its)
+    with pytest.raises(DataError, match=f"{tmp_path / MNIST[which]} is malformed: .*{says}"):
+        load("mnist", tmp_path)
+
+
+def test_what_does_not_unpack(tmp_path: Path, put):
+    for content in (b"no gzip", gzip.compress(b"content")[:-9], gzip.compress(b"x" * 99)[:12] + b"?" * 20):
+        put(tmp_path / f"{MNIST[0]}.gz", content)
+        with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is malformed: it does not unpack"):
+            load("mnist", tmp_path)
+    contents, _, _ = tiny_cifar10()
+    whole = archive_of(contents)
+    for content in (b"no archive", gzip.compress(b"no archive"), whole[: len(whole) // 2]):
+        put(tmp_path / sources.CIFAR10_ARCHIVE, content)
+        with pytest.raises(DataError, match=r"tar.gz is malformed: it does not unpack"):
+            load("cifar10", tmp_path)
+    del contents[CIFAR10[2]]
+    for content in (archive_of(contents), archive_of(tiny_cifar10()[0], folder="elsewhere")):
+        put(tmp_path / sources.CIFAR10_ARCHIVE, content)
+        with pytest.raises(DataError, match=r"tar.gz is malformed: it does not hold .*data_batch_3.bin"):
+            load("cifar10", tmp_path)
+
+
+def test_mnist_of_two_minds(tmp_path: Path, put):
+    contents, _, _ = tiny_mnist()
+    contents[MNIST[1]] = idx(torch.zeros(6, dtype=torch.uint8))
+    for name, content in contents.items():
+        put(tmp_path / name, content)
+    with pytest.raises(DataError, match=r"7 images and .* 6 labels"):
+        load("mnist", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "0 bytes"), (bytes(3072), "3,072 bytes"), (bytes([17]) + bytes(3072), "a label 17")]
+)
+def test_a_malformed_file_of_cifar10(tmp_path: Path, put, content: bytes, says: str):
+    contents, _, _ = tiny_cifar10()
+    contents[CIFAR10[1]] = content
+    for name, its in contents.items():
+        put(tmp_path / name, its)
+    with pytest.raises(DataError, match=f"{CIFAR10[1]} is malformed: .*{says}"):
+        load("cifar10", tmp_path)
+
+
+# -- downloads ---------------------------------------------------------------------------------
+
+
+class Home:
+    """A server of this machine: files by path, some cut short, all else 404."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.cut: set[str] = set()
+        self.asked: list[str] = []
+        home = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                home.asked.append(self.path)
+                content = home.files.get(self.path)
+                if content is None:
+                    self.send_error(404)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if self.path in home.cut else content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def home() -> Iterator[Home]:
+    made = Home()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def publish(home: Home, monkeypatch: pytest.MonkeyPatch, mirror: str = "good") -> None:
+    """Tiny data sets at a home, which are taken for the published ones."""
+    mnist = {f"{name}.gz": gzip.compress(content) for name, content in tiny_mnist()[0].items()}
+    cifar10, _, _ = tiny_cifar10()
+    contents = {**mnist, sources.CIFAR10_ARCHIVE: archive_of(cifar10)}
+    for name, content in {**contents, **cifar10}.items():
+        monkeypatch.setitem(FILES, name, checksum(content, name))
+    home.files |= {f"/{mirror}/{name}": content for name, content in contents.items()}
+    urls = (f"{home.url}/bad/", f"{home.url}/good/")
+    monkeypatch.setattr(sources, "HOMES", {"mnist": urls, "cifar10": urls})
+
+
+@pytest.mark.parametrize("fault", ["404", "cut", "wrong", "unreachable"])
+def test_downloads_from_the_first_home_that_has_it(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    publish(home, monkeypatch)
+    if fault in ("cut", "wrong"):
+        publish(home, monkeypatch, "bad")
+        publish(home, monkeypatch)
+    if fault == "cut":
+        home.cut = {path for path in home.files if path.startswith("/bad")}
+    if fault == "unreachable":
+        monkeypatch.setattr(sources, "HOMES", {"mnist": ("http://127.0.0.1:1/", f"{home.url}/good/")})
+    said: list[tuple[str, int, int]] = []
+    dataset = load("mnist", tmp_path, progress=lambda *what: said.append(what))
+    assert len(dataset.train.pixels) == 7
+    assert files_in(tmp_path) == sorted(f"mnist/{name}.gz" for name in MNIST)
+    for name in MNIST:
+        size = len(home.files[f"/good/{name}.gz"])
+        assert [what for what in said if what[0] == f"{name}.gz"][-2:] == [
+            (f"{name}.gz", 0, size),
+            (f"{name}.gz", size, size),
+        ]
+    home.files.clear()
+    again = load("mnist", tmp_path)
+    assert torch.equal(again.train.pixels, dataset.train.pixels), "what is there is not downloaded again"
+
+
+def test_downloads_cifar10(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch):
+    publish(home, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
+    assert len(load("cifar10").train.labels) == 10
+    assert files_in(tmp_path) == [f"made/nero/{sources.CIFAR10_ARCHIVE}"]
+    home.files.clear()
+    assert len(load("cifar10").test.labels) == 2
+
+
+def test_only_what_is_missing_is_downloaded(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch):
+    publish(home, monkeypatch)
+    load("mnist", tmp_path)
+    (tmp_path / f"mnist/{MNIST[2]}.gz").unlink()
+    home.asked.clear()
+    load("mnist", tmp_path)
+    assert home.asked == [f"/bad/{MNIST[2]}.gz", f"/good/{MNIST[2]}.gz"]
+
+
+def test_large_files_come_in_pieces(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(download, "PIECE", 100)
+    home.files["/file"] = bytes(250)
+    said: list[tuple[str, int, int]] = []
+    wanted = "sha256:" + hashlib.sha256(bytes(250)).hexdigest()
+    download.download([f"{home.url}/file"], tmp_path / "file", wanted, lambda *what: said.append(what), "")
+    assert said == [("file", done, 250) for done in (0, 100, 200, 250)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [("404", "404"), ("cut", "broke off after"), ("wrong", "not the file, by its checksum")]
+)
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_a_download_that_fails_leaves_nothing(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch, name: str, fault: str, says: str
+):
+    publish(home, monkeypatch)
+    if fault == "404":
+        home.files.clear()
+    if fault == "cut":
+        home.cut = set(home.files)
+    if fault == "wrong":
+        home.files = dict.fromkeys(home.files, b"<html>sign in")
+    with pytest.raises(DataError) as caught:
+        load(name, tmp_path)
+    said = str(caught.value)
+    assert says in said
+    first = f"{MNIST[0]}.gz" if name == "mnist" else sources.CIFAR10_ARCHIVE
+    assert said.count(f"{home.url}/bad/{first}") == said.count(f"{home.url}/good/{first}") == 1, "what was tried, once"
+    for file in [f"{stem}.gz" for stem in MNIST] if name == "mnist" else [first]:
+        assert file in said.splitlines()[-1]
+    assert f"into {tmp_path / 'mnist' if name == 'mnist' else tmp_path} by hand" in said
+    assert files_in(tmp_path) == []
+    assert len(home.asked) == 2 * download.ROUNDS
+
+
+def test_an_interrupted_download_leaves_nothing(tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch):
+    publish(home, monkeypatch)
+
+    def interrupt(_name: str, done: int, _total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load("mnist", tmp_path, progress=interrupt)
+    assert files_in(tmp_path) == []
+
+
+def test_an_answer_that_makes_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither a timeout, nor a length that is no number, nor a broken line ends in a traceback."""
+
+    class Answer(io.BytesIO):
+        headers = {"Content-Length": "many"}  # noqa: RUF012
+
+    def answer(url: str, timeout: float) -> Answer:
+        assert timeout == download.TIMEOUT
+        if url == "slow":
+            raise TimeoutError
+        return Answer()
+
+    monkeypatch.setattr(download.urllib.request, "urlopen", answer)
+    with pytest.raises(DataError, match=r"(?s)slow: TimeoutError.*odd: invalid literal.*do this instead"):
+        download.download(["slow", "odd"], tmp_path / "file", "sha256:0", None, "do this instead")
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "the disk is full: .*mnist has no room for train-images.*--data"),
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EROFS, "train-images-idx3-ubyte.gz cannot be written .*Read-only file system"),
+    ],
+)
+@pytest.mark.parametrize("when", ["opening", "writing", "renaming"])
+def test_a_disk_that_fails(
+    tmp_path: Path, home: Home, monkeypatch: pytest.MonkeyPatch, number: int, says: str, when: str
+):
+    publish(home, monkeypatch)
+    error = OSError(number, os.strerror(number))
+
+    class Full(io.FileIO):
+        def write(self, content: bytes) -> int:
+            super().write(content[:5])
+            raise error
+
+    def opened(self: Path, mode: str) -> io.FileIO:
+        if when == "opening":
+            raise error
+        return Full(self, mode)
+
+    def replace(*_: Path) -> None:
+        raise error
+
+    if when == "renaming":
+        monkeypatch.setattr(Path, "replace", replace)
+    else:
+        monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(DataError, match=says):
+        load("mnist", tmp_path)
+    assert files_in(tmp_path) == []
+    assert len(home.asked) <= 2, "another home would not help"
+
+
+# -- the real data, where it is ----------------------------------------------------------------
+
+
+def real(name: str, *files: str) -> Path:
+    """The folder that has a data set, from $NERO_DATA or beside the checkout."""
+    folders = [Path(REAL)] if REAL else []
+    folders.append(Path(__file__).parents[2] / "shared/data")
+    for folder in folders:
+        if all((folder / sources.FOLDERS[name] / file).is_file() for file in files):
+            return folder
+    pytest.skip(f"{name} is not in $NERO_DATA")
+
+
+def test_the_real_mnist(tmp_path: Path):
+    folder = real("mnist", *(f"{name}.gz" for name in MNIST))
+    dataset = load("mnist", folder)
+    assert dataset.train.pixels.shape == (60_000, 1, 28, 28)
+    assert dataset.test.pixels.shape == (10_000, 1, 28, 28)
+    assert dataset.train.labels.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert dataset.test.labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert moments(dataset.train.pixels) == (dataset.mean, dataset.std)
+    for name in MNIST:
+        (tmp_path / name).write_bytes(gzip.decompress((folder / f"mnist/{name}.gz").read_bytes()))
+    assert torch.equal(load("mnist", tmp_path).test.pixels, dataset.test.pixels), "the plain files, by their own sums"
+
+
+def test_the_real_cifar10():
+    dataset = load("cifar10", real("cifar10", *CIFAR10))
+    assert dataset.train.pixels.shape == (50_000, 3, 32, 32)
+    assert dataset.test.pixels.shape == (10_000, 3, 32, 32)
+    assert dataset.train.labels.bincount().tolist() == [5_000] * 10
+    assert dataset.test.labels.bincount().tolist() == [1_000] * 10
+    assert moments(dataset.train.pixels) == (dataset.mean, dataset.std)
+
+
+def moments(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The mean and standard deviation of each channel, to four decimals, from how often each byte occurs."""
+    values = torch.arange(256, dtype=torch.float64) / 255
+    means, deviations = [], []
+    for channel in range(pixels.shape[1]):
+        share = pixels[:, channel].flatten().bincount(minlength=256).double()
+        share /= share.sum()
+        mean = (share * values).sum()
+        means.append(round(mean.item(), 4))
+        deviations.append(round((share * (values - mean).square()).sum().sqrt().item(), 4))
+    return tuple(means), tuple(deviations)
+
+
+# -- augmentation ------------------------------------------------------------------------------
+
+
+def seeded(seed: int = 0, device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def bytes_at_random(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.randint(1, 256, shape, dtype=torch.uint8, generator=seeded(1)).to(device)
+
+
+def slowly(pixels: Tensor, draws: augment._Draws, padding: int) -> Tensor:
+    """Crop, flip and rotate: image by image, step by step, pixel by pixel."""
+    count, _, height, width = pixels.shape
+    result = torch.zeros_like(pixels)
+    for i in range(count):
+        down, right = (draws.shifts[i] + padding).tolist()
+        image = torch.nn.functional.pad(pixels[i], (padding,) * 4)[:, down : down + height, right : right + width]
+        if draws.flips[i]:
+            image = image.flip(2)
+        cos, sin = math.cos(draws.angles[i]), math.sin(draws.angles[i])
+        for y in range(height):
+            for x in range(width):
+                from_middle_x, from_middle_y = x + 0.5 - width / 2, y + 0.5 - height / 2
+                source_x = math.floor(cos * from_middle_x - sin * from_middle_y + width / 2)
+                source_y = math.floor(sin * from_middle_x + cos * from_middle_y + height / 2)
+                if 0 <= source_x < width and 0 <= source_y < height:
+                    result[i, :, y, x] = image[:, source_y, source_x]
+    return result
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "padding", "degrees"),
+    [
+        ((6, 3, 32, 32), 4, 15.0),
+        ((5, 1, 28, 28), 2, 40),
+        ((9, 2, 7, 12), 3, 180.0),
+        ((40, 1, 4, 3), 9, 15.0),  # some crops are padding alone
+        ((5, 3, 16, 16), 0, 15.0),
+        ((5, 3, 16, 16), 4, 0),
+        ((0, 3, 16, 16), 4, 15.0),
+    ],
+)
+def test_as_a_slow_loop(device: str, shape: tuple[int, ...], padding: int, degrees: float):
+    pixels = bytes_at_random(*shape, device=device)
+    before = pixels.clone()
+    moved = crop_flip_rotate(pixels, seeded(device=device), padding=padding, degrees=degrees)
+    draws = augment._draw(shape[0], seeded(device=device), padding, degrees, pixels.device)
+    assert moved.dtype == torch.uint8
+    assert moved.device == pixels.device
+    assert torch.equal(moved.cpu(), slowly(pixels.cpu(), augment._Draws(*(draw.cpu() for draw in draws)), padding))
+    assert torch.equal(pixels, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunks_do_not_matter_and_seeds_reproduce(device: str):
+    pixels = bytes_at_random(50, 3, 12, 12, device=device)
+    moved = crop_flip_rotate(pixels, seeded(device=device))
+    for chunk in (1, 7, 50, 51):
+        assert torch.equal(moved, crop_flip_rotate(pixels, seeded(device=device), chunk=chunk))
+    assert not torch.equal(moved, crop_flip_rotate(pixels, seeded(7, device)))
+    generator = seeded(device=device)
+    assert torch.equal(moved, crop_flip_rotate(pixels, generator))
+    assert not torch.equal(moved, crop_flip_rotate(pixels, generator)), "the next epoch's are others"
+
+
+def test_images_in_another_layout():
+    pixels = bytes_at_random(9, 3, 12, 10)
+    expected = crop_flip_rotate(pixels, seeded())
+    other = pixels.to(memory_format=torch.channels_last)
+    assert torch.equal(crop_flip_rotate(other, seeded(), chunk=4), expected)
+
+
+def test_without_crop_and_rotation_half_are_mirrored_exactly():
+    pixels = bytes_at_random(2000, 3, 5, 6)
+    moved = crop_flip_rotate(pixels, seeded(), padding=0, degrees=0)
+    same, mirrored = ((moved == other).flatten(1).all(1) for other in (pixels, pixels.flip(3)))
+    assert bool((same ^ mirrored).all())
+    assert 900 < int(mirrored.sum()) < 1100  # 4.5 standard deviations
+
+
+def test_draws_are_uniform():
+    shifts, _, angles = augment._draw(9000, seeded(), 4, 15.0, torch.device("cpu"))
+    for axis in (0, 1):
+        counts = (shifts[:, axis] + 4).bincount(minlength=9)
+        assert len(counts) == 9
+        assert 850 < int(counts.min()) <= int(counts.max()) < 1150  # 5 standard deviations
+    degrees = angles.rad2deg()
+    assert degrees.abs().max() <= 15
+    counts = degrees.histc(9, -15, 15)
+    assert 850 < int(counts.min()) <= int(counts.max()) < 1150
+
+
+@pytest.mark.parametrize("angle", [-15.0, -7.3, -0.4, 0.0, 3.7, 11.1, 14.9, 47.0])
+@pytest.mark.parametrize("size", [(32, 32), (28, 21)])
+def test_rotates_as_pillow(monkeypatch: pytest.MonkeyPatch, angle: float, size: tuple[int, int]):
+    """Its fixed-point arithmetic may only tip the balance where two pixels are as near as makes no difference."""
+    image_module = pytest.importorskip("PIL.Image")
+    height, width = size
+    pixels = bytes_at_random(3, 1, height, width)
+    turn = torch.full((3,), math.radians(angle), dtype=torch.float64)
+    draws = augment._Draws(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.bool), turn)
+    monkeypatch.setattr(augment, "_draw", lambda *_: draws)
+    ours = crop_flip_rotate(pixels, seeded())
+    down, right = torch.meshgrid(
+        torch.arange(height, dtype=torch.float64) + 0.5 - height / 2,
+        torch.arange(width, dtype=torch.float64) + 0.5 - width / 2,
+        indexing="ij",
+    )
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    places = torch.stack([cos * right - sin * down + width / 2, sin * right + cos * down + height / 2])
+    undecided = ((places - places.round()).abs() < 2e-3).any(0)
+    for i in range(3):
+        image = image_module.frombytes("L", (width, height), bytes(pixels[i].flatten()))
+        turned = image.rotate(angle, image_module.Resampling.NEAREST).tobytes()
+        theirs = torch.frombuffer(bytearray(turned), dtype=torch.uint8).view(height, width)
+        differ = ours[i, 0] != theirs
+        assert not bool((differ & ~undecided).any())
+        assert int(differ.sum()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"padding": -1}, "padding must not be negative, but it is -1"),
+        ({"degrees": -15.0}, r"degrees must be between 0 and 180, but it is -15\.0"),
+        ({"degrees": math.nan}, "degrees"),
+        ({"degrees": math.inf}, "degrees"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"pixels": torch.zeros(2, 3, 4, 4)}, r"uint8 \(N, C, H, W\), but they are torch.float32"),
+        ({"pixels": torch.zeros(3, 4, 4, dtype=torch.uint8)}, r"\(3, 4, 4\)"),
+    ],
+)
+def test_bad_arguments_raise(options: dict, says: str):
+    with pytest.raises(ValueError, match=says):
+        crop_flip_rotate(**{"pixels": bytes_at_random(2, 3, 4, 4), "generator": seeded(), **options})

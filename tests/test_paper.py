@@ -282,6 +282,17 @@ def test_networks_are_the_papers():
     assert inputs.grad.tolist() == pytest.approx([0, 0, math.sqrt(2)])
 
 
+def test_vggs_rectifiers_may_follow_the_pools():
+    torch.manual_seed(0)
+    model, inputs = vgg11(width=1 / 8, dropout=0.0), torch.randn(2, 3, 32, 32)
+    layers = list(model)
+    pools = [index for index, layer in enumerate(layers) if isinstance(layer, nn.MaxPool2d)]
+    assert len(pools) == 5
+    for index in pools:
+        layers[index], layers[index + 1] = layers[index + 1], layers[index]
+    torch.testing.assert_close(nn.Sequential(*layers)(inputs), model(inputs))
+
+
 def test_reparameterised_networks_are_one_function_at_every_scale():
     outputs = []
     for sigma in (1.0, 100.0):
@@ -490,6 +501,39 @@ def test_errors_say_what_to_do(command, arguments, message, tmp_path, monkeypatc
 
 def test_the_command_is_installed():
     assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", TINY.contenders)
+def test_captured_steps_are_the_steps(contender, monkeypatch):
+    data, settings = made().to("cuda"), TINY.settings(contender)
+    captured = Training(TINY, settings, data)
+    while not captured.finished:
+        captured.advance()
+    assert len(captured._graphs) == 2  # of eight, and of the four that are left
+    monkeypatch.setattr(Training, "_learn", Training._update)
+    plain = Training(TINY, settings, data)
+    while not plain.finished:
+        plain.advance()
+    assert captured.curve["train_loss"] == pytest.approx(plain.curve["train_loss"], rel=1e-3)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(captured.model.state_dict()[name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", ["nero", "adam", "madam", "resnet"])
+def test_on_a_gpu_a_run_goes_on_and_shares_it(contender, tmp_path):
+    data = made().to("cuda")
+    runs = [TINY.settings(contender, seed=seed) for seed in (0, 1, 2)]
+    alone = train(TINY, runs, data, Store(tmp_path / "alone"), Watch())
+    store = Store(tmp_path / "beside")
+    watch = Watch()
+    watch.stepped = lambda training: training.steps_done == 4 and (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, runs, data, store, watch, side_by_side=3)
+    beside = train(TINY, runs, data, store, Watch(), side_by_side=3)
+    for one, other in zip(alone, beside, strict=True):
+        assert one["curve"]["train_loss"] == pytest.approx(other["curve"]["train_loss"], rel=1e-3)
 
 
 @pytest.mark.skipif(not (MNIST / "mnist").is_dir(), reason="no MNIST: set NERO_DATA to its folder")

@@ -4,8 +4,17 @@ from torch import nn
 
 from nero.paper.models.dropout import Dropout
 
-#: Channels of each convolution; "pool" halves the image.
-LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
+#: Channels of each convolution, and whether the image is halved after it.
+LAYERS = (
+    (64, True),
+    (128, True),
+    (256, False),
+    (256, True),
+    (512, False),
+    (512, True),
+    (512, False),
+    (512, True),
+)
 
 
 def vgg11(classes: int = 10, *, width: float = 1.0, dropout: float = 0.5) -> nn.Sequential:
@@ -18,14 +27,12 @@ def vgg11(classes: int = 10, *, width: float = 1.0, dropout: float = 0.5) -> nn.
     """
     features: list[nn.Module] = []
     before = 3
-    for layer in LAYERS:
-        if isinstance(layer, str):
-            features.append(nn.MaxPool2d(2))
-            continue
+    for layer, halved in LAYERS:
         channels = int(layer * width)
         convolution = nn.Conv2d(before, channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-        features += [convolution, nn.ReLU(inplace=True)]
+        # the rectifier commutes with the maximum, and has a quarter to do after it
+        features += [convolution, *([nn.MaxPool2d(2)] if halved else []), nn.ReLU(inplace=True)]
         before = channels
     hidden = int(4096 * width)
     return nn.Sequential(

@@ -1,5 +1,5 @@
 # Three commands do everything on a machine with Python 3.11 or newer, pip and make:
-#   make demo    train a 50-layer perceptron with Nero, SGD and Adam, and draw the curves
+#   make demo    train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test    format, lint, types, arrows, all tests
 #   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
 PYTHON ?= python3

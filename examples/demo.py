@@ -1,7 +1,8 @@
-"""Train a 50-layer perceptron, without batch norm or skip connections, by Nero, SGD and Adam, and draw the curves.
+"""Train a 50-layer perceptron, without batch norm or skip connections, by Nero, SGD, Adam and LAMB.
 
 The paper's deep-MLP experiment, made small enough for a laptop: scikit-learn's digits instead of MNIST, 50 layers
-instead of 100. Every optimiser runs at every step size of the paper's grid, and is judged by its best.
+instead of 100. Every optimiser runs at every step size of the paper's grid, is judged by its best, and has its curves
+drawn.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nero
+from nero.paper.baselines import Lamb
 
 RATES = (0.0001, 0.001, 0.01, 0.1)
 DEFAULT_RATE = 0.01  # Nero's own; the grid has it, so its run is among the others
@@ -34,9 +36,16 @@ OPTIMISERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "Nero": lambda model, rate: nero.Nero(model, lr=rate),
     "SGD": lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
     "Adam": lambda model, rate: torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.999), fused=True),
+    "LAMB": lambda model, rate: Lamb(model.parameters(), lr=rate, betas=(0.9, 0.999)),
 }
 # colours of Okabe and Ito, which the colour-blind can tell apart; dashes and markers for those who print in grey
-LOOKS = {"Nero": ("#0072B2", "-", "o"), "SGD": ("#D55E00", "--", "s"), "Adam": ("#009E73", ":", "^")}
+LOOKS = {
+    "Nero": ("#0072B2", "-", "o"),
+    "SGD": ("#D55E00", "--", "s"),
+    "Adam": ("#009E73", ":", "^"),
+    "LAMB": ("#CC79A7", "-.", "D"),
+}
+LABEL = 0.055  # a label's height in the figure, on the scale of accuracies
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,8 @@ def verdict(best: list[Run], default: Run, data: Digits) -> str:
         if run.training > bar
     ]
     if stuck := [run.optimiser for run in ranked if run.training <= bar]:
-        clauses.append(f"{' and '.join(stuck)} {'do' if stuck[1:] else 'does'} no better than chance")
+        names = " and ".join([", ".join(stuck[:-1]), stuck[-1]] if stuck[1:] else stuck)
+        clauses.append(f"{names} {'do' if stuck[1:] else 'does'} no better than chance")
     if default in best:
         clauses.append(f"Nero's best step size is its default, {default.rate:g}")
     else:
@@ -177,9 +187,11 @@ def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: flo
         colour, dashes, _ = LOOKS[run.optimiser]
         weight = {"lw": 2.4, "zorder": 3} if run in shown else {"lw": 0.8, "alpha": 0.4}
         curves.plot(range(1, plan.epochs + 1), run.curve, color=colour, ls=dashes, **weight)
-    height = 0.0
-    for run in sorted(shown, key=lambda run: run.training):
-        height = max(run.training, height + 0.055)  # clear of the label below
+    ranked = sorted(shown, key=lambda run: run.training)
+    crowd = [run for run in ranked if run.training < ranked[0].training + LABEL]
+    height = ranked[0].training - LABEL * (len(crowd) + 1) / 2  # the lowest ends share their labels' middle
+    for run in ranked:
+        height = max(0.0 if run in crowd else run.training, height + LABEL)  # clear of the label below
         label = f"{run.optimiser}, {run.rate:g}" + (" (default)" if run is default else "")
         curves.annotate(
             label, (1.02, height), xycoords=("axes fraction", "data"), va="center", color=LOOKS[run.optimiser][0]

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,6 @@ import torch
 from torch import nn
 
 pytest.importorskip("typer")
-from typer.testing import CliRunner
-
 import nero
 from nero.paper import cli, record, sweep
 from nero.paper.data import Dataset, Images
@@ -30,8 +30,9 @@ from nero.paper.protocol import Contender, SettingError, Task, best_rate, consta
 from nero.paper.record import Store, StoreError, read_records, write_whole
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
-from nero.paper.training import Training
+from nero.paper.training import Training, _precision
 
+CPU = torch.device("cpu")
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
@@ -55,8 +56,8 @@ class Watch:
     def __init__(self, break_off_after=math.inf):
         self.left, self.planned, self.begun_at, self.ended_runs = break_off_after, [], [], []
 
-    def plan(self, _, settings, done):
-        self.planned.append((len(settings), len(done)))
+    def plan(self, _, runs, done):
+        self.planned.append((len(runs), len(done)))
 
     def begun(self, training):
         self.begun_at.append(training.steps_done)
@@ -68,6 +69,9 @@ class Watch:
 
     def ended(self, training):
         self.ended_runs.append(training.settings)
+
+    def stopping(self, runs):
+        self.kept = runs
 
 
 class Killed(BaseException):
@@ -105,7 +109,7 @@ TINY = Task(
 
 def result(record):
     """A record without what differs from one run to the next."""
-    return {key: value for key, value in record.items() if key not in ("seconds", "finished", "side_by_side")}
+    return {key: value for key, value in record.items() if key not in ("seconds", "finished", "side_by_side", "path")}
 
 
 @pytest.mark.parametrize(
@@ -121,11 +125,11 @@ def test_every_task_trains(name, contender, tmp_path):
     moved = [not torch.equal(now, was) for now, was in zip(trained.model.parameters(), before, strict=True)]
     assert any(moved)
     assert all(value.isfinite().all() for value in trained.model.parameters())
-    found = Store(tmp_path).finish(trained, 1)
+    found = Store(tmp_path).finish(trained)
     assert {len(values) for values in found["curve"].values()} == {1}
     assert found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
     assert found["batch"] == 4
-    assert found == read_records(tmp_path)[0]
+    assert found == {key: value for key, value in read_records(tmp_path)[0].items() if key != "path"}
     balanced = {"nero", "nero-both", "lamb-balanced", "madam-balanced"}
     assert nero.is_balanced(trained.model) == (contender in balanced)
 
@@ -171,7 +175,7 @@ def test_resumed_weights_are_the_same_bits(tmp_path):
         for _ in range(stop):
             half.advance()
         store.save(half)
-        half = Training(TINY, settings, data, store.checkpoint(TINY, settings))
+        half = Training(TINY, settings, data, store.begin(TINY, settings, CPU))
         for _ in range(stop, 7):
             half.advance()
         for name, value in whole.model.state_dict().items():
@@ -209,18 +213,66 @@ def test_side_by_side_equals_one_after_the_other(tmp_path):
     alone = train(TINY, runs, data, Store(tmp_path / "alone"), Watch())
     beside = train(TINY, runs, data, Store(tmp_path / "beside"), Watch(), side_by_side=3)
     assert [result(each) for each in alone] == [result(each) for each in beside]
-    assert {each["side_by_side"] for each in beside} == {3}
+    assert [each["side_by_side"] for each in beside] == [3, 3, 3, 1]  # the last had the place to itself
+    assert [each["side_by_side"] for each in alone] == [1, 1, 1, 1]
 
 
-def test_an_interrupt_keeps_all_runs(tmp_path):
-    data, runs = made(), [TINY.settings("nero", seed=seed) for seed in (0, 1)]
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["_update", "_look", "_begin_epoch"])
+def test_an_interrupt_at_any_moment_keeps_all_runs(where, asked, tmp_path, monkeypatch):
+    data, runs = made(), [TINY.settings(name) for name in ("resnet", "nero")]
+    undisturbed = train(TINY, runs, data, Store(tmp_path / "undisturbed"), Watch(), side_by_side=2)
+    method, calls = getattr(Training, where), []
+
+    def interrupted(self, *arguments):
+        calls.append(None)
+        if len(calls) == 3:
+            signal.raise_signal(asked)
+        return method(self, *arguments)
+
+    watch, handler = Watch(), signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(TINY, runs, data, Store(tmp_path / "stopped"), watch, side_by_side=2)
+    assert watch.kept == 2
+    assert signal.getsignal(signal.SIGINT) == handler
+    resumed = train(TINY, runs, data, Store(tmp_path / "stopped"), Watch(), side_by_side=2)
+    assert [result(each) for each in resumed] == [result(each) for each in undisturbed]
+
+
+def test_the_second_interrupt_waits_for_nothing(tmp_path):
     watch = Watch()
-    watch.stepped = lambda training: training.steps_done == 4 and (_ for _ in ()).throw(KeyboardInterrupt)
+    watch.stopping = lambda _: signal.raise_signal(signal.SIGINT)
+    watch.stepped = lambda _: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(TINY, runs, data, Store(tmp_path), watch, side_by_side=2)
-    again = Watch()
-    train(TINY, runs, data, Store(tmp_path), again, side_by_side=2)
-    assert again.begun_at == [4, 3]
+        train(TINY, [TINY.settings("nero")], made(), Store(tmp_path), watch)
+    assert not list(tmp_path.rglob("*.checkpoint"))
+
+
+def test_outside_the_main_thread_a_run_is_a_run(tmp_path):
+    with ThreadPoolExecutor() as threads:
+        (found,) = threads.submit(train, TINY, [TINY.settings("sgd")], made(), Store(tmp_path), Watch()).result()
+    assert found["optimiser"] == "sgd"
+
+
+def test_checkpoints_of_all_runs_take_their_share_of_the_time(tmp_path, monkeypatch):
+    """Twelve runs save one after the other: the pause is measured by all of them."""
+    clock = [0.0]
+    monkeypatch.setattr(sweep.time, "monotonic", lambda: clock[0])
+    saves = []
+
+    class Slow(Store):
+        def save(self, _):
+            saves.append(clock[0])
+            clock[0] += 10.0
+
+    watch = Watch()
+    watch.stepped = lambda _: clock.__setitem__(0, clock[0] + 20.0)
+    runs = [TINY.settings("sgd", seed=seed) for seed in range(4)]
+    train(TINY, runs, made(), Slow(tmp_path), watch, side_by_side=4)
+    # every step takes 20 s, and there are 36: a round of 40 s of saving, and the next would be due 800 s later
+    assert saves == [80.0, 90.0, 100.0, 110.0]
 
 
 def test_a_sweep_follows_the_protocol_and_skips_what_is_done(tmp_path):
@@ -363,26 +415,85 @@ def test_checkpoints_hold_no_code(tmp_path):
     assert torch.load(path, weights_only=True)["step"] == 1
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StoreError, match="delete it"):
-        store.checkpoint(TINY, settings)
+        store.begin(TINY, settings, CPU)
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    store, settings = Store(tmp_path), TINY.settings("nero")
-    training = Training(TINY, settings, made())
-    store.save(training)
-    other = TINY.settings("nero", seed=1)
-    store.path(TINY, settings, ".checkpoint").rename(store.path(TINY, other, ".checkpoint"))
-    with pytest.raises(StoreError, match="another run"):
-        store.checkpoint(TINY, other)
+@pytest.mark.parametrize(
+    ("task", "settings", "device", "what"),
+    [
+        (TINY, TINY.settings("adam", seed=1), CPU, "seed"),
+        (TINY, TINY.settings("adam"), torch.device("cuda"), "device"),
+        (replace(TINY, batch=4), TINY.settings("adam"), CPU, "batch"),
+        (replace(TINY, contenders={"adam": Contender("adam", 0.001)}), TINY.settings("adam"), CPU, "options"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(task, settings, device, what, tmp_path):
+    store, saved = Store(tmp_path), TINY.settings("adam")
+    store.save(Training(TINY, saved, made()))
+    store.path(TINY, saved, ".checkpoint").rename(store.path(task, settings, ".checkpoint"))
+    with pytest.raises(StoreError, match=rf"another run: {what} was .* delete it"):
+        store.begin(task, settings, device)
+
+
+def test_a_record_of_another_run_is_refused(tmp_path):
+    store = Store(tmp_path)
+    runs = [TINY.settings("sgd", rate) for rate in (0.01234567, 0.01234572)]
+    assert len({store.path(TINY, settings, ".json") for settings in runs}) == 2
+    train(TINY, runs[:1], made(), store, Watch())
+    store.path(TINY, runs[0], ".json").rename(store.path(TINY, runs[1], ".json"))
+    with pytest.raises(StoreError, match=r"another run: its lr is 0\.01234567"):
+        train(TINY, runs[1:], made(), store, Watch())
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("sgd")
+    old, new = (tmp_path / "tiny" / f"sgd-lr0.1-seed0.checkpoint.{process}.part" for process in (1, 2))
+    old.parent.mkdir()
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    assert store.begin(TINY, settings, CPU) is None
+    assert [old.exists(), new.exists()] == [False, True]
 
 
 def test_a_folder_without_room_is_refused(tmp_path):
-    Store(tmp_path).check(1)
+    Store(tmp_path).check(TINY, 1)
     with pytest.raises(StoreError, match="make room"):
-        Store(tmp_path).check(10**18)
+        Store(tmp_path).check(TINY, 10**18)
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="--out"):
-        Store(tmp_path / "file" / "below").check(1)
+        Store(tmp_path / "file" / "below").check(TINY, 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tiny").touch()
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "out").check(TINY, 1)
+
+
+def test_the_commit_is_this_projects_own(monkeypatch):
+    monkeypatch.delenv("NERO_COMMIT", raising=False)
+    monkeypatch.setattr(record, "_git", lambda _, *arguments: "somewhere/else" if "rev-parse" in arguments else "abc")
+    assert record.commit() is None
+    monkeypatch.setattr(record, "_git", lambda *_: None)
+    assert record.commit() is None
+    monkeypatch.setenv("NERO_COMMIT", "given")
+    assert record.commit() == "given"
+
+
+def test_the_fastest_kernels_are_let_work():
+    before = torch.get_float32_matmul_precision()
+    for name, matrices in (("float32", "highest"), ("tf32", "high")):
+        with _precision(name):
+            assert torch.backends.cudnn.enabled
+            assert torch.backends.cudnn.benchmark
+            assert torch.backends.cudnn.allow_tf32 == (name == "tf32")
+            assert torch.get_float32_matmul_precision() == matrices
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_run_that_diverges_is_recorded(tmp_path):
+    (found,) = train(TINY, [TINY.settings("sgd", 1e30)], made(), Store(tmp_path), Watch())
+    assert found["curve"]["train_loss"][-1] is None
+    assert found["curve"]["train_accuracy"][-1] is not None
 
 
 def test_broken_records_are_named(tmp_path):
@@ -410,6 +521,7 @@ def test_records_are_named_by_what_departs_from_the_paper():
         ({"contender": "nerro"}, "take one of nero"),
         ({"lr": -1.0}, "learning rate"),
         ({"lr": math.nan}, "learning rate"),
+        ({"lr": 1e40}, "learning rate"),
         ({"seed": -1}, "seed"),
         ({"epochs": 0}, "1 to 50 epochs"),
         ({"epochs": 51}, "1 to 50 epochs"),
@@ -461,13 +573,15 @@ def test_nero_run_and_report(command, tmp_path):
     (found,) = read_records(tmp_path / "out")
     assert found["task"] == "mnist-reparameterised"
     assert found["versions"]["torch"] == torch.__version__
-    assert found["commit"]
+    assert found["commit"] == record.commit()
     assert list((tmp_path / "out" / "tensorboard").rglob("events*"))
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
     assert code == 0
     assert "1 done before" in told
     code, told = command("report", "--records", tmp_path / "out", "--out", tmp_path / "pages")
     assert code == 0
+    assert str(tmp_path / "pages" / "mnist-reparameterised.md") in told
+    assert (tmp_path / "pages" / "figures" / "mnist-reparameterised.png").stat().st_size > 10_000
 
 
 def test_nero_sweep(command, tmp_path):
@@ -500,7 +614,8 @@ def test_errors_say_what_to_do(command, arguments, message, tmp_path, monkeypatc
 
 
 def test_the_command_is_installed():
-    assert CliRunner().invoke(cli.app, ["--help"]).exit_code == 0
+    (script,) = entry_points(group="console_scripts", name="nero")
+    assert script.load() is cli.main
 
 
 @pytest.mark.gpu
@@ -528,7 +643,7 @@ def test_on_a_gpu_a_run_goes_on_and_shares_it(contender, tmp_path):
     alone = train(TINY, runs, data, Store(tmp_path / "alone"), Watch())
     store = Store(tmp_path / "beside")
     watch = Watch()
-    watch.stepped = lambda training: training.steps_done == 4 and (_ for _ in ()).throw(KeyboardInterrupt)
+    watch.stepped = lambda training: training.steps_done == 4 and signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(TINY, runs, data, store, watch, side_by_side=3)
     beside = train(TINY, runs, data, store, Watch(), side_by_side=3)

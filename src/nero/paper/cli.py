@@ -1,7 +1,8 @@
 """The command ``nero``: whoever doubts a figure of the paper types one command and sees it drawn from their own run."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,15 +12,15 @@ try:
     from rich.progress import Progress
     from rich.table import Table
 
-    from nero.paper.progress import Display
+    from nero.paper import report as drawing
+    from nero.paper.progress import Display, duration
 except ModuleNotFoundError as error:
     sys.exit(f"the command `nero` needs {error.name}: pip install 'nero-optim[paper]'")
 
 import torch
 
-from nero.paper import report as drawing
 from nero.paper.data import DataError, Dataset, load
-from nero.paper.protocol import PRECISIONS, Precision, SettingError, Settings, Task
+from nero.paper.protocol import Precision, SettingError, Settings, Task
 from nero.paper.record import Store, StoreError, read_records
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
@@ -28,6 +29,9 @@ app = typer.Typer(
     help="The experiments of 'Learning by Turning', one command each.", no_args_is_help=True, add_completion=False
 )
 console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+#: Where runs leave their records; not where the committed ones are, so that whoever doubts makes their own.
+OUT = Path("out/paper")
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="one of `nero list`")]
 Data = Annotated[
@@ -43,11 +47,11 @@ PrecisionOption = Annotated[str, typer.Option("--precision", help="of matrix pro
 def list_tasks() -> None:
     """What there is to run, what it shows, and how long it takes."""
     table = Table(box=None, pad_edge=False)
-    for column in ("task", "shows", "data", "optimisers", "GPU", "CPU"):
-        table.add_column(column, no_wrap=column in ("task", "GPU", "CPU"))
+    for column in ("task", "of the paper", "data", "GPU", "CPU", "optimisers"):
+        table.add_column(column, no_wrap=column != "optimisers")
     for task in TASKS.values():
-        on_gpu, on_cpu = (_duration(seconds) for seconds in task.seconds)
-        table.add_row(task.name, task.shows, task.dataset, ", ".join(task.contenders), on_gpu, on_cpu)
+        on_gpu, on_cpu = ("not timed" if seconds is None else duration(seconds) for seconds in task.seconds)
+        table.add_row(task.name, task.shows, task.dataset, on_gpu, on_cpu, ", ".join(task.contenders))
     console.print(table)
     console.print("Times are of one run, alone and in float32: on an NVIDIA H200, and on two cores of a Neoverse-N1.")
 
@@ -61,13 +65,13 @@ def run(
     epochs: Epochs = None,
     data: Data = None,
     device: Device = "auto",
-    out: Out = Path("results"),
+    out: Out = OUT,
     precision: PrecisionOption = "float32",
 ) -> None:
     """Train once, or go on where a run with the same settings was broken off."""
     chosen = task_named(task)
-    settings = chosen.settings(optimiser or next(iter(chosen.contenders)), lr, seed, epochs, _precision(precision))
-    with _Workplace(chosen, data, device, out, settings.precision, 1) as runs:
+    settings = chosen.settings(optimiser or next(iter(chosen.contenders)), lr, seed, epochs, precision)
+    with _workplace(chosen, data, device, out, settings.precision, 1) as runs:
         runs([settings])
 
 
@@ -80,7 +84,7 @@ def sweep(
     epochs: Epochs = None,
     data: Data = None,
     device: Device = "auto",
-    out: Out = Path("results"),
+    out: Out = OUT,
     precision: PrecisionOption = "float32",
     side_by_side: Annotated[
         int | None, typer.Option(min=1, help="runs at a time; without: what suits the task and an H200; on a CPU one")
@@ -89,10 +93,9 @@ def sweep(
     """The paper's protocol: the grid of learning rates on seed 0, then three seeds at the best."""
     chosen = task_named(task)
     contenders = optimiser or list(chosen.contenders)
-    for name in contenders:
-        chosen.settings(name, epochs=epochs)
-    accuracy = _precision(precision)
-    with _Workplace(chosen, data, device, out, accuracy, side_by_side) as runs:
+    checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
+    accuracy = checked[0].precision
+    with _workplace(chosen, data, device, out, accuracy, side_by_side) as runs:
         best = search(chosen, contenders, seeds, accuracy, runs, rates=None if grid else (), epochs=epochs)
     for name, rate in best.items():
         how = "best of the grid" if grid else "the paper's best"
@@ -101,10 +104,9 @@ def sweep(
 
 @app.command()
 def report(
-    records: Annotated[Path, typer.Option(help="the --out of runs and sweeps")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="folder of the pages; tables and figures in it are made anew")] = Path(
-        "docs/paper"
-    ),
+    records: Annotated[Path, typer.Option(help="the --out of runs and sweeps")] = OUT,
+    out: Annotated[Path, typer.Option(help="folder of the pages; tables and figures in it are made anew")] = OUT
+    / "pages",
 ) -> None:
     """Tables and figures beside the paper's, from records alone."""
     found = read_records(records)
@@ -121,59 +123,44 @@ def main() -> None:
     except (SettingError, DataError, StoreError) as error:
         sys.exit(f"nero: {error}")
     except torch.OutOfMemoryError as error:
-        sys.exit(
-            f"nero: the GPU's memory is full ({error}): give --side-by-side a smaller number; what is done is kept"
-        )
+        sys.exit(f"nero: the GPU's memory is full ({error}): free some, or let `nero sweep` have fewer --side-by-side")
 
 
-class _Workplace:
-    """All that is checked and loaded before an hour of work is spent."""
-
-    def __init__(
-        self, task: Task, data: Path | None, device: str, out: Path, precision: Precision, side_by_side: int | None
-    ) -> None:
-        self.task, self.folder = task, data
-        self.device = _device(device)
-        if precision == "tf32" and self.device.type != "cuda":
-            raise SettingError("tf32 is a mode of NVIDIA's GPUs: take --precision float32, or --device cuda")
-        self.side_by_side = side_by_side or (task.side_by_side if self.device.type == "cuda" else 1)
-        self.store = Store(out)
-        parameters = sum(parameter.numel() for parameter in _on_meta(task).parameters())
-        # weights and two numbers of state a weight at most, the file and the one it replaces
-        self.store.check(2 * 3 * 4 * parameters * self.side_by_side + 2**26)
-
-    def __enter__(self) -> Callable[[list[Settings]], list[dict[str, Any]]]:
-        data = self._load().to(self.device)
-        self.display = Display(console, self.store.root / "tensorboard").__enter__()
-
-        def runs(settings: list[Settings]) -> list[dict[str, Any]]:
-            return train(self.task, settings, data, self.store, self.display, self.side_by_side)
-
-        return runs
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self.display.__exit__(kind, error, trace)
-        if kind is KeyboardInterrupt:
-            console.print("stopped: the same command goes on from here")
-            raise SystemExit(130)
-
-    def _load(self) -> Dataset:
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-            bars: dict[str, Any] = {}
-
-            def tell(name: str, done: int, total: int) -> None:
-                if name not in bars:
-                    bars[name] = progress.add_task(name, total=total)
-                    if not console.is_terminal:
-                        console.print(f"downloading {name}, {total / 1e6:.1f} MB")
-                progress.update(bars[name], completed=done)
-
-            return load(self.task.dataset, self.folder, progress=tell)
-
-
-def _on_meta(task: Task) -> torch.nn.Module:
+@contextmanager
+def _workplace(
+    task: Task, data: Path | None, device: str, out: Path, precision: Precision, side_by_side: int | None
+) -> Iterator[Callable[[list[Settings]], list[dict[str, Any]]]]:
+    """A function that trains, once all has been checked and loaded that could end an hour of work in an error."""
+    place = _device(device)
+    if precision == "tf32" and place.type != "cuda":
+        raise SettingError("tf32 is a mode of NVIDIA's GPUs: take --precision float32, or --device cuda")
+    at_a_time = side_by_side or (task.side_by_side if place.type == "cuda" else 1)
+    store = Store(out)
     with torch.device("meta"):
-        return task.model()
+        parameters = sum(parameter.numel() for parameter in task.model().parameters())
+    # weights and two numbers of state a weight at most, of four bytes; the file, and the one it replaces
+    store.check(task, 2 * 3 * 4 * parameters * at_a_time + 2**26)
+    images = _load(task.dataset, data).to(place)
+    with Display(console, out, place) as display:
+        try:
+            yield lambda runs: train(task, runs, images, store, display, at_a_time)
+        except KeyboardInterrupt:
+            console.print("stopped: the same command goes on from here")
+            raise SystemExit(130) from None
+
+
+def _load(name: str, folder: Path | None) -> Dataset:
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bars: dict[str, Any] = {}
+
+        def tell(file: str, done: int, total: int) -> None:
+            if file not in bars:
+                bars[file] = progress.add_task(file, total=total or None)
+                if not console.is_terminal:
+                    console.print(f"downloading {file}" + (f", {total / 1e6:.1f} MB" if total else ""))
+            progress.update(bars[file], completed=done)
+
+        return load(name, folder, progress=tell)
 
 
 def _device(name: str) -> torch.device:
@@ -188,20 +175,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise SettingError(f"torch sees no {name}: take --device cpu, or install a torch with CUDA for your driver")
     return device
-
-
-def _precision(name: str) -> Precision:
-    for precision in PRECISIONS:
-        if name == precision:
-            return precision
-    raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, but it is {name!r}")
-
-
-def _duration(seconds: float) -> str:
-    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,6 +24,8 @@ from nero.paper.training import Training
 
 #: Seconds between two lines, where the output is a file or a pipe.
 QUIET = 15.0
+#: Seconds between two looks at the epoch under way, on a CPU.
+GLANCE = 0.5
 
 
 class Display:
@@ -30,11 +33,12 @@ class Display:
 
     Args:
         console: where to.
-        tensorboard: the folder for TensorBoard.
+        out: the folder of the records; TensorBoard has one of its own in it.
+        device: on which there will be training.
     """
 
-    def __init__(self, console: Console, tensorboard: Path) -> None:
-        self.console, self.tensorboard = console, tensorboard
+    def __init__(self, console: Console, out: Path, device: torch.device) -> None:
+        self.console, self.out, self.device = console, out, device
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -47,8 +51,7 @@ class Display:
         )
         self._bars: dict[Settings, TaskID] = {}
         self._writers: dict[Settings, SummaryWriter] = {}
-        self._said = time.monotonic()
-        self._shown = 0.0
+        self._said = self._shown = time.monotonic()
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -58,19 +61,25 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.stop()
-        for writer in self._writers.values():
-            writer.close()
+        for settings in list(self._writers):
+            self._tensorboard(settings, None)
 
-    def plan(self, task: Task, settings: Sequence[Settings], done: Sequence[Settings]) -> None:
-        left = len(settings) - len(done)
-        skipped = f" ({len(done)} done before)" if done else ""
-        self.console.print(f"{task.name}: {left} {'run' if left == 1 else 'runs'} to do{skipped}")
+    def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
+        left = len(runs) - len(done)
+        text = f"{task.name}: {left} {'run' if left == 1 else 'runs'} to do on {self.device}"
+        if done:
+            made = sorted({f"{record.get('device')}, {str(record.get('finished'))[:10]}" for record in done})
+            text += f", {len(done)} done before ({'; '.join(made)})"
+        self.console.print(text)
+        seconds = task.seconds[0 if self.device.type == "cuda" else 1]
+        if left and seconds is not None and all(settings.epochs == task.epochs for settings in runs):
+            which = "an NVIDIA H200" if self.device.type == "cuda" else "two cores"
+            self.console.print(f"one alone takes about {duration(seconds)} on {which}")
 
     def begun(self, training: Training) -> None:
         task, settings = training.task, training.settings
         name = task.name_of(settings)
-        folder = self.tensorboard / task.name / name
-        self._writers[settings] = SummaryWriter(str(folder), purge_step=training.epoch + 1)
+        self._tensorboard(settings, self.out / "tensorboard" / task.name / name, training.epoch)
         self._bars[settings] = self.progress.add_task(
             name, total=settings.epochs * training.steps_an_epoch, completed=training.steps_done, metric=""
         )
@@ -78,35 +87,64 @@ class Display:
             self.console.print(f"{name}: goes on from epoch {training.epoch}, step {training.step}")
 
     def stepped(self, training: Training) -> None:
-        bar, now = self._bars[training.settings], time.monotonic()
+        now = time.monotonic()
         if training.step == 0:
-            for name, values in training.curve.items():
-                if values[-1] is not None:
-                    self._writers[training.settings].add_scalar(name.replace("_", "/"), values[-1], training.epoch)
-            self.progress.update(bar, completed=training.steps_done, metric=_last(training))
-            if not self.console.is_terminal and (now - self._said > QUIET):
-                self._say(training, now)
-        elif training.device.type == "cpu" and now - self._shown > 0.5:
-            self._shown = now
-            accuracy = training.so_far()["train_accuracy"]
-            self.progress.update(bar, completed=training.steps_done, metric=f"train {accuracy:.2%} so far")
-            if not self.console.is_terminal and now - self._said > QUIET:
-                self._say(training, now)
+            self._write_epoch(training)
+        elif training.device.type != "cpu" or now - self._shown < GLANCE:
+            return  # to look into an epoch under way, a GPU would have to be waited for
+        self._shown = now
+        metric = _last(training) if training.step == 0 else f"train {training.accuracy_so_far():.2%} so far"
+        self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
+        if not self.console.is_terminal and now - self._said > QUIET:
+            self._said = now
+            share = training.steps_done / (training.settings.epochs * training.steps_an_epoch)
+            self.console.print(
+                f"{training.task.name_of(training.settings)}: epoch {training.epoch}, {share:.0%}, {metric}, "
+                f"{duration(training.seconds)}, {duration(training.seconds * (1 / share - 1))} left"
+            )
 
     def ended(self, training: Training) -> None:
         name = training.task.name_of(training.settings)
         self.progress.remove_task(self._bars.pop(training.settings))
-        self._writers.pop(training.settings).close()
-        self.console.print(f"{name}: {_last(training)} after {training.epoch} epochs, {training.seconds:.0f} s")
-
-    def _say(self, training: Training, now: float) -> None:
-        self._said = now
-        total = training.settings.epochs * training.steps_an_epoch
-        metric = _last(training) if training.step == 0 else f"train {training.so_far()['train_accuracy']:.2%} so far"
+        self._tensorboard(training.settings, None)
         self.console.print(
-            f"{training.task.name_of(training.settings)}: epoch {training.epoch}, "
-            f"{training.steps_done / total:.0%}, {metric}, {training.seconds:.0f} s"
+            f"{name}: {_last(training)} after {training.epoch} epochs, {duration(training.seconds)}; "
+            f"record in {self.out / training.task.name / name}.json"
         )
+
+    def stopping(self, runs: int) -> None:
+        self.console.print(f"stopping: keeping where {runs} {'run stands' if runs == 1 else 'runs stand'} ...")
+
+    def _write_epoch(self, training: Training) -> None:
+        writer = self._writers.get(training.settings)
+        try:
+            for name, values in training.curve.items():
+                if writer is not None and values[-1] is not None:
+                    writer.add_scalar(name.replace("_", "/"), values[-1], training.epoch)
+        except OSError as error:
+            self._without_tensorboard(training.settings, error)
+
+    def _tensorboard(self, settings: Settings, folder: Path | None, epoch: int = 0) -> None:
+        """Open a run's file in a folder, or close it. A run does not end for want of it."""
+        try:
+            if folder is not None:
+                self._writers[settings] = SummaryWriter(str(folder), purge_step=epoch + 1)
+            elif settings in self._writers:
+                self._writers.pop(settings).close()
+        except OSError as error:
+            self._without_tensorboard(settings, error)
+
+    def _without_tensorboard(self, settings: Settings, error: OSError) -> None:
+        self._writers.pop(settings, None)
+        self.console.print(f"TensorBoard's file cannot be written ({error.strerror}): going on without it")
+
+
+def duration(seconds: float) -> str:
+    """For people."""
+    for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 1.95 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _last(training: Training) -> str:

@@ -44,7 +44,7 @@ class Task:
     Args:
         name: as typed on the command line.
         shows: the figure or table of the paper.
-        title: what it is about, in a line.
+        title: the claim, in a line.
         dataset: the name of the data set.
         model: makes the network, on the CPU, from torch's generator.
         contenders: by name.
@@ -53,7 +53,8 @@ class Task:
         schedule: the factor of the learning rate at each step.
         metric: what decides which rate is best, of the last epoch.
         augment: what is done to the training images in each epoch.
-        seconds: what a run alone takes, in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1.
+        seconds: what a run alone takes, in float32, on an NVIDIA H200 (None: not timed yet) and on two cores of a
+            Neoverse-N1.
         side_by_side: how many runs one such GPU does well at a time.
     """
 
@@ -68,7 +69,7 @@ class Task:
     batch: int
     schedule: Schedule
     metric: Literal["train_accuracy", "test_accuracy"]
-    seconds: tuple[float, float]
+    seconds: tuple[float | None, float]
     augment: Augment | None = None
     side_by_side: int = 4
 
@@ -78,14 +79,14 @@ class Task:
         lr: float | None = None,
         seed: int = 0,
         epochs: int | None = None,
-        precision: Precision = "float32",
+        precision: str = "float32",
     ) -> "Settings":
         """The settings of a run, checked; what is not given is the paper's."""
         if contender not in self.contenders:
             raise SettingError(f"{self.name} has no optimiser {contender!r}: take one of {', '.join(self.contenders)}")
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
-        if not 0 <= lr < math.inf:
+        if not 0 <= lr <= torch.finfo(torch.float32).max:
             raise SettingError(f"the learning rate must be finite and not negative, like 0.01, but it is {lr}")
         if not 0 <= seed < 2**31:
             raise SettingError(f"the seed must be from 0 to 2^31 - 1, but it is {seed}")
@@ -93,13 +94,14 @@ class Task:
             raise SettingError(
                 f"{self.name} runs for 1 to {self.epochs} epochs (its schedule ends there), not {epochs}"
             )
-        if precision not in PRECISIONS:
-            raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, but it is {precision!r}")
-        return Settings(self.name, contender, lr, seed, epochs, precision)
+        for known in PRECISIONS:
+            if precision == known:
+                return Settings(self.name, contender, lr, seed, epochs, known)
+        raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, but it is {precision!r}")
 
     def name_of(self, settings: "Settings") -> str:
         """A name for a run's files: what the paper ran is short, what departs from it is said."""
-        name = f"{settings.optimiser}-lr{settings.lr:g}-seed{settings.seed}"
+        name = f"{settings.optimiser}-lr{settings.lr}-seed{settings.seed}"
         name += f"-epochs{settings.epochs}" if settings.epochs != self.epochs else ""
         return name + (f"-{settings.precision}" if settings.precision != "float32" else "")
 

@@ -7,7 +7,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +22,9 @@ import nero
 from nero.paper.protocol import Settings, Task
 from nero.paper.training import Training
 
+#: Seconds after which a half-written file is nobody's any more.
+STALE = 3600.0
+
 
 class StoreError(RuntimeError):
     """A folder or file that cannot be used; the text says what to do."""
@@ -30,20 +35,20 @@ class Store:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.commit = commit()  # now: it may change while runs are under way
 
-    def check(self, bytes_needed: int) -> None:
+    def check(self, task: Task, bytes_needed: int) -> None:
         """Raise now if the folder could not hold the work's results later."""
+        folder = self.root / task.name
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.root).close()
-            free = shutil.disk_usage(self.root).free
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+            free = shutil.disk_usage(folder).free
         except OSError as error:
-            raise StoreError(
-                f"cannot write into {self.root}: {error.strerror}; name another folder by --out"
-            ) from error
+            raise StoreError(f"cannot write into {folder}: {error.strerror}; name another folder by --out") from error
         if free < bytes_needed:
             raise StoreError(
-                f"{self.root} has {free / 1e9:.1f} GB free, and checkpoints need {bytes_needed / 1e9:.1f} GB: "
+                f"{self.root} has {free / 1e6:,.0f} MB free, and checkpoints need {bytes_needed / 1e6:,.0f} MB: "
                 "make room, or name another folder by --out"
             )
 
@@ -54,30 +59,57 @@ class Store:
     def record(self, task: Task, settings: Settings) -> dict[str, Any] | None:
         """What a finished run left, if it is there."""
         path = self.path(task, settings, ".json")
-        return _read(path) if path.exists() else None
-
-    def checkpoint(self, task: Task, settings: Settings) -> dict[str, Any] | None:
-        """Where an unfinished run stands, if it left word."""
-        path = self.path(task, settings, ".checkpoint")
         if not path.exists():
             return None
+        record = _read(path)
+        if differing := [key for key, value in asdict(settings).items() if record.get(key) != value]:
+            raise StoreError(
+                f"{path} is of another run: its {differing[0]} is {record.get(differing[0])!r}; move it away"
+            )
+        return record
+
+    def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
+        """Where an unfinished run stands, if it left word. What a killed process left half written is removed."""
+        path = self.path(task, settings, ".checkpoint")
+        for part in path.parent.glob(f"{path.name}.*.part"):
+            if part.stat().st_mtime < time.time() - STALE:
+                part.unlink(missing_ok=True)
+        if not path.exists():
+            return None
+        again = "delete it to begin this run again"
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-            same = state["settings"] == asdict(settings)
+            found = state["run"]
         except Exception as error:
-            raise StoreError(f"{path} cannot be read ({error}): delete it to begin this run again") from error
-        if not same:
-            raise StoreError(f"{path} is of another run, {state['settings']}: delete it to begin this run again")
+            raise StoreError(f"{path} cannot be read ({error}): {again}") from error
+        if found != (wanted := _identity(task, settings, device)):
+            differing = [key for key in wanted if found.get(key) != wanted[key]]
+            raise StoreError(
+                f"{path} is of another run: {differing[0]} was {found.get(differing[0])!r}, "
+                f"and is {wanted[differing[0]]!r} now; {again}"
+            )
         return state
 
     def save(self, training: Training) -> None:
         """Keep where a run stands."""
-        state = {"settings": asdict(training.settings), **training.state()}
+        identity = _identity(training.task, training.settings, training.device)
+        state = {"run": identity, **training.state()}
         write_whole(self.path(training.task, training.settings, ".checkpoint"), lambda file: torch.save(state, file))
 
-    def finish(self, training: Training, side_by_side: int) -> dict[str, Any]:
+    def finish(self, training: Training) -> dict[str, Any]:
         """Keep the record of a finished run, and let its checkpoint go."""
-        record = describe_run(training, side_by_side)
+        record = {
+            **asdict(training.settings),
+            "batch": training.task.batch,
+            "options": dict(training.task.contenders[training.settings.optimiser].options),
+            "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
+            "commit": self.commit,
+            "versions": versions(),
+            "device": name_of(training.device),
+            "side_by_side": training.beside,
+            "seconds": round(training.seconds, 1),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         line = json.dumps(record, allow_nan=False) + "\n"
         write_whole(self.path(training.task, training.settings, ".json"), lambda file: file.write(line.encode()))
         self.path(training.task, training.settings, ".checkpoint").unlink(missing_ok=True)
@@ -85,28 +117,10 @@ class Store:
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:
-    """All records under a folder, by name of task and run."""
+    """All records under a folder, by name of task and run, each with its path."""
     if not root.is_dir():
         raise StoreError(f"there is no folder {root}: name the one that `nero sweep` wrote into")
-    return [_read(path) for path in sorted(root.glob("*/*.json"))]
-
-
-def describe_run(training: Training, side_by_side: int) -> dict[str, Any]:
-    """A run's settings, curve and circumstances."""
-    contender = training.task.contenders[training.settings.optimiser]
-    device = training.device
-    return {
-        **asdict(training.settings),
-        "batch": training.task.batch,
-        "options": dict(contender.options),
-        "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
-        "commit": commit(),
-        "versions": versions(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "side_by_side": side_by_side,
-        "seconds": round(training.seconds, 1),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    return [{**_read(path), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -120,14 +134,14 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         part.replace(path)
     except BaseException as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         # torch.save reports a full disk as a RuntimeError of its own
         if isinstance(error, OSError | RuntimeError):
             full = getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(_existing(path)).free < 2**20
-            reason = "the disk is full" if full else str(error)
+            reason = "the disk is full: make room" if full else f"{error}: mend that"
             raise StoreError(
-                f"cannot write {path}: {reason}. What was there before is as it was: make room, run the same "
-                "command again, and it goes on from there"
+                f"cannot write {path}: {reason}, run the same command again, and it goes on from what was kept"
             ) from error
         raise
 
@@ -136,30 +150,45 @@ def commit() -> str | None:
     """The commit of the source tree this runs from, marked if files differ from it; None where that is not known."""
     if "NERO_COMMIT" in os.environ:
         return os.environ["NERO_COMMIT"]
-    try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
+    here = Path(__file__).resolve().parents[1]
+    top = _git(here, "rev-parse", "--show-toplevel")
+    if top is None or Path(top) / "src/nero" != here:
+        return None  # installed, perhaps into some other project's tree
+    return _git(here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
 
 
 def versions() -> dict[str, str]:
     """Of all that a result may depend on."""
     found = {"python": platform.python_version(), "nero": nero.__version__, "torch": torch.__version__}
     for name in ("triton", "numba"):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
+
+
+def name_of(device: torch.device) -> str:
+    """A device's name: its maker's for a GPU, and of a CPU the model with the threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.processor() or platform.machine()
+    with suppress(OSError, subprocess.CalledProcessError):
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
+        models = [line.partition(":")[2].strip() for line in told if line.startswith("Model name:")]
+        name = f"{models[0]}, {platform.machine()}" if models else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _identity(task: Task, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """What must be the same for a run to go on."""
+    return {
+        **asdict(settings),
+        "batch": task.batch,
+        "options": dict(task.contenders[settings.optimiser].options),
+        "device": device.type,
+        "nero": nero.__version__,
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -172,15 +201,17 @@ def _read(path: Path) -> dict[str, Any]:
     return record
 
 
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        found = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip()
+
+
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
 def _existing(path: Path) -> Path:
     return next(parent for parent in path.absolute().parents if parent.exists())
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

@@ -1,8 +1,12 @@
 """Many runs: what is done is skipped, what was broken off goes on, and several share one GPU."""
 
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Protocol
 
 from nero.paper.data import Dataset
@@ -10,16 +14,16 @@ from nero.paper.protocol import Precision, Settings, Task, best_rate
 from nero.paper.record import Store
 from nero.paper.training import Training
 
-#: Seconds between two checkpoints of a run, or more where writing one takes long: at most a twentieth of the time.
-PAUSE = 30.0
+#: Seconds between two rounds of checkpoints, or more where a round takes long: at most a twentieth of the time.
+PAUSE = 60.0
 SHARE = 20.0
 
 
 class Watch(Protocol):
     """Who wants to know how runs get on."""
 
-    def plan(self, task: Task, settings: Sequence[Settings], done: Sequence[Settings]) -> None:
-        """These will be run; of them, these are done already."""
+    def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
+        """These will be run; of some of them, these records are there already."""
 
     def begun(self, training: Training) -> None:
         """A run starts, or goes on."""
@@ -30,40 +34,74 @@ class Watch(Protocol):
     def ended(self, training: Training) -> None:
         """It is done and recorded."""
 
+    def stopping(self, runs: int) -> None:
+        """The user wants to stop; so many runs are kept where they stand."""
+
 
 def train(
     task: Task, runs: Sequence[Settings], data: Dataset, store: Store, watch: Watch, side_by_side: int = 1
 ) -> list[dict[str, Any]]:
     """Train all of the runs that are not done, so many at a time, and give the records of all.
 
-    Killed at any moment, it goes on from the last checkpoints when it is called again.
+    Killed at any moment, it goes on from the last checkpoints when it is called again; interrupted, from where it was.
     """
-    done = [settings for settings in runs if store.record(task, settings) is not None]
-    watch.plan(task, runs, done)
+    runs = list(dict.fromkeys(runs))
+    done = {settings: record for settings in runs if (record := store.record(task, settings)) is not None}
+    watch.plan(task, runs, list(done.values()))
     waiting = deque(settings for settings in runs if settings not in done)
-    active: list[_Active] = []
-    try:
+    active: list[Training] = []
+    due = time.monotonic() + PAUSE
+    with _interrupts() as interrupted:
         while waiting or active:
             while waiting and len(active) < side_by_side:
                 settings = waiting.popleft()
-                training = Training(task, settings, data, store.checkpoint(task, settings))
-                active.append(_Active(training))
-                watch.begun(training)
-            for each in list(active):
-                each.training.advance()
-                watch.stepped(each.training)
-                if each.training.finished:
-                    store.finish(each.training, side_by_side)
-                    active.remove(each)
-                    watch.ended(each.training)
-                elif time.monotonic() > each.due:
-                    each.save(store)
-    except KeyboardInterrupt:
-        for each in active:
-            each.save(store)
-        raise
-    records = [store.record(task, settings) for settings in runs]
-    return [record for record in records if record is not None]
+                active.append(Training(task, settings, data, store.begin(task, settings, data.device)))
+                watch.begun(active[-1])
+            for training in list(active):
+                training.beside = max(training.beside, len(active))
+                training.advance()
+                watch.stepped(training)
+                if training.finished:
+                    done[training.settings] = store.finish(training)
+                    active.remove(training)
+                    watch.ended(training)
+                if interrupted():  # between two steps, where what is kept is whole
+                    watch.stopping(len(active))
+                    _save(active, store)
+                    raise KeyboardInterrupt
+            if time.monotonic() > due:
+                due = time.monotonic() + max(PAUSE, SHARE * _save(active, store))
+    return [done[settings] for settings in runs]
+
+
+def _save(active: list[Training], store: Store) -> float:
+    """Keep where all runs stand. How many seconds that took."""
+    start = time.monotonic()
+    for training in active:
+        store.save(training)
+    return time.monotonic() - start
+
+
+@contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether the user or the system has asked to stop. The second interrupt does not wait for anything."""
+    asked = False
+
+    def ask(_: int, __: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # where signals cannot be caught, a checkpoint has to do
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def search(
@@ -101,17 +139,3 @@ def search(
         best = {name: best_rate(task, [r for r in records if r["optimiser"] == name]) for name in contenders}
     run([settings(name, best[name], seed) for name in contenders for seed in range(seeds)])
     return best
-
-
-class _Active:
-    """A run and when its next checkpoint is due."""
-
-    def __init__(self, training: Training) -> None:
-        self.training = training
-        self.due = time.monotonic() + PAUSE
-
-    def save(self, store: Store) -> None:
-        start = time.monotonic()
-        store.save(self.training)
-        now = time.monotonic()
-        self.due = now + max(PAUSE, SHARE * (now - start))

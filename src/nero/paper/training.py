@@ -37,12 +37,13 @@ class Training:
 
     def __init__(self, task: Task, settings: Settings, data: Dataset, state: dict[str, Any] | None = None) -> None:
         self.task, self.settings, self.data = task, settings, data
-        self.device = data.train.pixels.device
+        self.device = data.device
         self.steps_an_epoch = math.ceil(len(data.train.labels) / task.batch)
         self.epoch = self.step = 0
         self.curve: dict[str, list[float | None]] = {
             name: [] for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
         }
+        self.beside = 1  # how many runs there were at a time, at most
         self._spent, self._since = 0.0, time.perf_counter()
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -82,11 +83,11 @@ class Training:
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
 
-    def so_far(self) -> dict[str, float | None]:
-        """The training loss and accuracy of the epoch under way; waits for the device."""
+    def accuracy_so_far(self) -> float:
+        """The training accuracy of the epoch under way; waits for the device."""
         with self._on_stream():
-            loss, correct, count = self.totals.tolist()
-        return {"train_loss": _finite(loss / max(count, 1)), "train_accuracy": correct / max(count, 1)}
+            _, correct, count = self.totals.tolist()
+        return float(correct / max(count, 1))
 
     def state(self) -> dict[str, Any]:
         """All that is needed to go on from here, as tensors and plain Python."""
@@ -94,11 +95,12 @@ class Training:
             return {
                 "epoch": self.epoch,
                 "step": self.step,
-                "curve": self.curve,
+                "curve": {name: list(values) for name, values in self.curve.items()},
                 "seconds": self.seconds,
-                "totals": self.totals.cpu(),
+                "beside": self.beside,
+                "totals": _on_cpu(self.totals),
                 "generator": self.generator.get_state(),
-                "model": {name: tensor.cpu() for name, tensor in self.model.state_dict().items()},
+                "model": _on_cpu(dict(self.model.state_dict())),
                 "optimiser": _on_cpu(self.optimiser.state_dict()),
             }
 
@@ -124,7 +126,7 @@ class Training:
         for group in self.optimiser.param_groups:
             group["lr"] = self.lr  # loading made a copy of it
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
-        self._spent = state["seconds"]
+        self._spent, self.beside = state["seconds"], state["beside"]
         if self.step:
             self._begin_epoch()
             self.generator.set_state(state["generator"])
@@ -236,7 +238,7 @@ def _precision(name: Precision) -> Iterator[None]:
     matrices = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
-        with torch.backends.cudnn.flags(allow_tf32=name == "tf32", benchmark=True):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=name == "tf32"):
             yield
     finally:
         torch.set_float32_matmul_precision(matrices)

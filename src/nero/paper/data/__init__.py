@@ -54,6 +54,11 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.train.pixels.device
+
     def to(self, device: torch.device | str) -> "Dataset":
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 

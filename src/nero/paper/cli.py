@@ -10,7 +10,6 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 
     from nero.paper import report as drawing
     from nero.paper.progress import Display, duration
@@ -46,13 +45,12 @@ PrecisionOption = Annotated[str, typer.Option("--precision", help="of matrix pro
 @app.command("list")
 def list_tasks() -> None:
     """What there is to run, what it shows, and how long it takes."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("task", "of the paper", "data", "GPU", "CPU", "optimisers"):
-        table.add_column(column, no_wrap=column != "optimisers")
+    line = "{:23}{:29}{:9}{:10}{}"
+    console.print(line.format("TASK", "OF THE PAPER", "DATA", "ON A GPU", "ON A CPU"))
     for task in TASKS.values():
-        on_gpu, on_cpu = ("not timed" if seconds is None else duration(seconds) for seconds in task.seconds)
-        table.add_row(task.name, task.shows, task.dataset, on_gpu, on_cpu, ", ".join(task.contenders))
-    console.print(table)
+        times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
+        console.print(line.format(task.name, task.shows, task.dataset, *times))
+        console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
     console.print("Times are of one run, alone and in float32: on an NVIDIA H200, and on two cores of a Neoverse-N1.")
 
 

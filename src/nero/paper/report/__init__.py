@@ -1,13 +1,15 @@
 """Tables and figures of the paper's tasks, from records of runs alone."""
 
 import re
+import tempfile
+from functools import partial
 from pathlib import Path
+from typing import IO
 
-from nero.paper.record import StoreError
-from nero.paper.report.figures import draw, save
-from nero.paper.report.published import published
+from nero.paper.record import StoreError, write_whole
+from nero.paper.report import figures, tables
+from nero.paper.report.published import all_published
 from nero.paper.report.runs import Record, Runs
-from nero.paper.report.tables import index, tables
 
 __all__ = ["report"]
 
@@ -28,25 +30,44 @@ def report(records: list[Record], out: Path) -> list[Path]:
         the files written: a figure and a page a task, and the index.
 
     Raises:
-        StoreError: if a record is not one, or a page's markers are not whole.
+        StoreError: if a record is not one, a page's markers are not whole, or the folder cannot be written into.
     """
     runs = Runs(records)
-    pages = {task: tables(task, runs) for task in published()}
+    pages = {task: tables.of_task(task, runs) for task in all_published()}
     texts = {out / f"{task}.md": _page(out / f"{task}.md", task, made) for task, made in pages.items()}
-    texts[out / "README.md"] = _page(out / "README.md", "", {"index": index(runs)})
+    texts[out / "README.md"] = _page(out / "README.md", "", {"index": tables.index(runs)})
+    _check(out)
     written = []
     for task in pages:
         figure = out / "figures" / f"{task}.png"
-        save(draw(task, runs), figure)
+        figures.save(figures.draw(task, runs), figure)
         written.append(figure)
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, partial(_write, text))
     return [*written, *texts]
+
+
+def _check(out: Path) -> None:
+    """Raise before anything is drawn if the folder cannot be written into."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise StoreError(f"cannot write into {out}: {error.strerror}; name another folder by --out") from error
+
+
+def _write(text: str, file: IO[bytes]) -> None:
+    file.write(text.encode())
 
 
 def _page(path: Path, task: str, made: dict[str, str]) -> str:
     """The page's text with its tables anew."""
-    text = path.read_text(encoding="utf-8") if path.exists() else _bare(task, made)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        text = _bare(task, made)
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"cannot read the page {path}: {error}; mend it, or name another folder by --out") from error
     blocks = [name for _, name, _ in BLOCK.findall(text)]
     if len(blocks) != text.count(OPENING):
         raise StoreError(f"{path.name} has a table that does not end: close each with <!-- end -->")
@@ -57,6 +78,6 @@ def _page(path: Path, task: str, made: dict[str, str]) -> str:
 
 def _bare(task: str, made: dict[str, str]) -> str:
     """A page of nothing but its tables, and its figure."""
-    figure = f"![{published()[task].shows}](figures/{task}.png)\n\n" if task else ""
+    figure = f"![{all_published()[task].shows}](figures/{task}.png)\n\n" if task else ""
     blocks = "\n".join(f"{OPENING}{name} -->\n<!-- end -->\n" for name in made)
     return f"# {task or 'The tasks'}\n\n{figure}{blocks}"

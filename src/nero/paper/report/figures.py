@@ -1,12 +1,11 @@
 """The figures of the pages: ours in full, the paper's beside it, one colour an optimiser throughout.
 
-Ours is solid, with the range over seeds as a band and a marker for those who print in grey; what is published is
-dashed or hollow. Names stand at the ends of the curves, and no legend covers data.
+Ours is solid, with its seeds as thin lines or their range as a band, and a marker for those who print in grey; what is
+published is dashed or hollow. Names stand at the ends of the curves, and no legend covers data.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +16,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullLocator
 
-from nero.paper.report.published import Final, Measure, Published, published
+from nero.paper.record import write_whole
+from nero.paper.report.published import Final, Measure, Published, all_published
 from nero.paper.report.runs import Run, Runs, name_of
 
 GREY = "#555555"
 CHANCE = 100 * 6742 / 60000  # ones, the commonest digit that MNIST trains on
 SMALL = 8.5
+DASH = 4.0
 
 
 class Look(NamedTuple):
@@ -66,7 +67,7 @@ class Entry(NamedTuple):
 
 def draw(task: str, runs: Runs) -> Figure:
     """The figure of a task; a contender that was not run shows what is published of it, and says so."""
-    facts = published()[task]
+    facts = all_published()[task]
     drawings: dict[str, Callable[[Published, Runs], Figure]] = {
         "mnist-deep": _deep,
         "mnist-reparameterised": _reparameterised,
@@ -77,8 +78,8 @@ def draw(task: str, runs: Runs) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write it as a PNG that is the same for the same figure, on white whatever it is looked at on."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200, facecolor="white", metadata={"Software": None})
+    options: dict[str, Any] = {"format": "png", "dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
+    write_whole(path, lambda file: figure.savefig(file, **options))
 
 
 def _deep(facts: Published, runs: Runs) -> Figure:
@@ -88,17 +89,17 @@ def _deep(facts: Published, runs: Runs) -> Figure:
         axes.axhline(CHANCE, color=GREY, linestyle=(0, (1, 2)), linewidth=1, zorder=1)
         axes.set_ylim(0, 102)
     for place, entry in enumerate(entries):
-        _curve(curves, entry, "train_accuracy", place, len(entries))
-        _stored(curves, entry, facts)
-    curves.text(0.5, CHANCE - 1.5, "chance", color=GREY, va="top", fontsize=SMALL)
+        _curve(curves, entry, "train_accuracy", place, len(entries), each=True)
+        _stored(curves, entry, facts, phase=DASH * (place % 2))
+    curves.text(0.5, CHANCE - 3, "chance", color=GREY, va="top", fontsize=SMALL)
     curves.set_xlim(0, 1.01 * facts.epochs)
     _label(curves, entries, facts)
-    _dress(curves, "epoch", "Train accuracy, each at its best rate")
+    _dress(curves, "epoch", "Train accuracy, each at the authors' best rate")
 
     tried = sorted({cell.rate for cell in facts.search})
     for place, entry in enumerate(entries):
         # side by side, since most of them meet at chance
-        aside = 10 ** (0.13 * (place - (len(entries) - 1) / 2))
+        aside = 10 ** (0.19 * (place - (len(entries) - 1) / 2))
         cells = [cell for cell in facts.search if cell.optimiser == entry.row.optimiser]
         rates.plot(
             [aside * cell.rate for cell in cells], [cell.train for cell in cells],
@@ -115,7 +116,7 @@ def _deep(facts: Published, runs: Runs) -> Figure:
     rates.xaxis.set_minor_locator(NullLocator())
     _dress(rates, "learning rate at the start", "Last epoch, at every rate (seed 0)")
     _per_cent(curves, rates)
-    _key(figure, entries, facts)
+    _key(figure, entries, facts, each=True)
     return figure
 
 
@@ -126,7 +127,7 @@ def _reparameterised(facts: Published, runs: Runs) -> Figure:
         _curve(axes, entry, "train_accuracy", place, facts.epochs)
         _stored(axes, entry, facts, marked=True)
     axes.set_xticks(range(1, facts.epochs + 1))
-    axes.set_xlim(0.85, facts.epochs + 0.15)
+    axes.set_xlim(0.85, facts.epochs + 0.06)
     lowest = min(*_values(entries, "train_accuracy"), *(value for curve in facts.curves for value in curve.train))
     axes.set_ylim(max(0, 10 * math.floor(lowest / 10 - 0.2)), 101.5)
     _label(axes, entries, facts)
@@ -186,16 +187,14 @@ def _entry(row: Final, runs: Runs, name: str | None = None) -> Entry:
 
 
 def _canvas(width: float, height: float, rows: int = 1, columns: Sequence[float] = (1,)) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    engine = figure.get_layout_engine()
-    if engine is not None:
-        engine.set(w_pad=0.15, h_pad=0.12, wspace=0.02, hspace=0.01)  # type: ignore[call-arg]
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", w_pad=0.15, h_pad=0.12, wspace=0.02, hspace=0.01)
     panels = figure.subplots(rows, len(columns), width_ratios=columns, squeeze=False)
     return figure, list(panels.flat)
 
 
-def _curve(axes: Axes, entry: Entry, measure: Measure, place: int, of: int) -> None:
-    """Mean and range over seeds by epoch; a cross where a seed's numbers end."""
+def _curve(axes: Axes, entry: Entry, measure: Measure, place: int, of: int, *, each: bool = False) -> None:
+    """The mean over seeds by epoch, and their range, or each of them."""
     if not entry.runs:
         return
     means = _means(entry, measure)
@@ -210,21 +209,21 @@ def _curve(axes: Axes, entry: Entry, measure: Measure, place: int, of: int) -> N
         # by turns, so that curves on top of each other show all their markers
         marker=marker, markersize=5.5 if entry.bold else 5, markevery=(every * place // of, every),
     )  # fmt: skip
-    if len(entry.runs) > 1:
+    if len(entry.runs) > 1 and each:  # where one learns and another does not, a range would hide it
+        for run in entry.runs:
+            axes.plot(epochs, run.curves[measure], color=colour, alpha=0.5, linewidth=0.9, zorder=2)
+    elif len(entry.runs) > 1:
         by_epoch = list(zip(*(run.curves[measure] for run in entry.runs), strict=True))
-        known = [not math.isnan(mean) for mean in means]
         low, high = ([extreme(values) for values in by_epoch] for extreme in (min, max))
-        axes.fill_between(epochs, low, high, where=known, color=colour, alpha=0.2, linewidth=0, zorder=2)
-    if (end := _broken_off(means)) is not None:
-        axes.plot([end + 1], [means[end]], marker="X", markersize=10, color=colour, markeredgecolor="white", zorder=5)
+        axes.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0, zorder=2)
 
 
-def _stored(axes: Axes, entry: Entry, facts: Published, *, marked: bool = False) -> None:
-    """The mean of the authors' stored curves."""
+def _stored(axes: Axes, entry: Entry, facts: Published, *, marked: bool = False, phase: float = 0) -> None:
+    """The mean of the authors' stored curves; of two on top of each other, one fills the other's gaps."""
     means = [sum(values) / len(values) for values in zip(*facts.curves_of(entry.row.optimiser), strict=True)]
     colour, marker = entry.look
     axes.plot(
-        range(1, len(means) + 1), means, color=colour, linewidth=0.9, linestyle=(0, (4, 2)), zorder=3,
+        range(1, len(means) + 1), means, color=colour, linewidth=0.9, linestyle=(phase, (DASH, DASH)), zorder=3,
         marker=marker if marked else "", markersize=9, markerfacecolor="none",
     )  # fmt: skip
 
@@ -248,8 +247,7 @@ def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
     heights = []
     for entry in entries:
         means = _means(entry, facts.measure)
-        last = _last_finite(means)
-        value = entry.row.mean if last is None else means[last]
+        value = means[-1] if means else entry.row.mean
         height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, value)))[1]
         heights.append(min(max(float(height), 0.0), 1.0))
     for entry, end, height in zip(entries, heights, _apart(heights, 0.062), strict=True):
@@ -266,8 +264,7 @@ def _words(entry: Entry, facts: Published) -> str:
     """A contender's name, its rate where rates differ, and what is wanting."""
     rate = f", {entry.row.rate:g}" if len({row.rate for row in facts.finals}) > 1 else ""
     seeds = {0: ", not run", 1: ", 1 seed", 3: ""}.get(len(entry.runs), f", {len(entry.runs)} seeds")
-    lost = ", not finite" if entry.runs and _last_finite(_means(entry, facts.measure)) is None else ""
-    return entry.name + rate + seeds + lost
+    return entry.name + rate + seeds
 
 
 def _apart(wanted: Sequence[float], gap: float) -> list[float]:
@@ -296,16 +293,6 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
     return [placed[number] for number in range(len(wanted))]
 
 
-def _last_finite(values: Sequence[float]) -> int | None:
-    return max((place for place, value in enumerate(values) if math.isfinite(value)), default=None)
-
-
-def _broken_off(means: Sequence[float]) -> int | None:
-    """Where the last finite value is, if more should follow."""
-    last = _last_finite(means)
-    return None if last == len(means) - 1 else last
-
-
 def _log_error(axes: Axes, entries: list[Entry], measure: Measure, epochs: int) -> None:
     """Errors from a fraction of a per cent to chance, on one axis."""
     printed = [entry.row.mean for entry in entries] if measure == "test_error" else [10.0]
@@ -313,9 +300,7 @@ def _log_error(axes: Axes, entries: list[Entry], measure: Measure, epochs: int) 
     axes.set_yscale("log", nonpositive="clip")
     top = 100.0
     if measure == "test_error":  # the first epochs matter less than a view of where the curves end
-        ends = [
-            curve[last] for curve in map(_means, entries, repeat(measure)) if (last := _last_finite(curve)) is not None
-        ]
+        ends = [_means(entry, measure)[-1] for entry in entries if entry.runs]
         top = min(top, 3.5 * max(ends + printed))
     bottom = max(0.005, 0.8 * min(shown))
     axes.set_ylim(bottom, top)
@@ -327,13 +312,12 @@ def _log_error(axes: Axes, entries: list[Entry], measure: Measure, epochs: int) 
 
 
 def _means(entry: Entry, measure: Measure) -> list[float]:
-    """The mean over seeds in each epoch, NaN where any seed is; nothing if there is no run."""
+    """The mean over seeds in each epoch; nothing if there is no run."""
     return [sum(values) / len(values) for values in zip(*(run.curves[measure] for run in entry.runs), strict=True)]
 
 
 def _values(entries: list[Entry], measure: Measure) -> list[float]:
-    found = (value for entry in entries for run in entry.runs for value in run.curves[measure])
-    return [value for value in found if math.isfinite(value)]
+    return [value for entry in entries for run in entry.runs for value in run.curves[measure]]
 
 
 def _per_cent(*panels: Axes) -> None:
@@ -350,17 +334,18 @@ def _dress(axes: Axes, below: str, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _key(figure: Figure, entries: list[Entry], facts: Published) -> None:
+def _key(figure: Figure, entries: list[Entry], facts: Published, *, each: bool = False) -> None:
     """What the styles mean, in grey above the panels; the names are beside the curves."""
     handles: list[Artist] = []
     if any(entry.runs for entry in entries):
         handles.append(Line2D([], [], color=GREY, linewidth=2, marker="o", label="ours, mean over seeds"))
     if any(len(entry.runs) > 1 for entry in entries):
-        handles.append(Patch(color=GREY, alpha=0.25, linewidth=0, label="ours, range over seeds"))
-    dashes, words = ((0, (4, 2)), "the authors', mean over seeds") if facts.curves else ("", "paper, mean ± spread")
+        seeds = Line2D([], [], color=GREY, alpha=0.5, linewidth=0.9, label="ours, each seed")
+        handles.append(seeds if each else Patch(color=GREY, alpha=0.25, linewidth=0, label="ours, range over seeds"))
+    dashes, words = (
+        ((0, (DASH, DASH)), "the authors', mean over seeds") if facts.curves else ("", "paper, mean ± spread")
+    )
     handles.append(Line2D([], [], color=GREY, linewidth=0.9, ls=dashes, marker="o", mfc="white", label=words))
-    if any(_broken_off(_means(entry, facts.measure)) is not None for entry in entries):
-        handles.append(Line2D([], [], color=GREY, linestyle="", marker="X", label="not finite from here on"))
     columns = len(handles) if figure.get_figwidth() > 9 else 3
     options = {"ncols": columns, "frameon": False, "fontsize": SMALL, "borderaxespad": 1.4}
     figure.legend(handles=handles, loc="outside upper left", **options)

@@ -77,7 +77,7 @@ class Published:
 
 
 @cache
-def published() -> dict[str, Published]:
+def all_published() -> dict[str, Published]:
     """Every task with what is published of it, in the order of the pages."""
     text = resources.files(__package__).joinpath("published.json").read_text(encoding="utf-8")
     return {task: _read(task, facts) for task, facts in json.loads(text).items()}

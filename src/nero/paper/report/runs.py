@@ -1,16 +1,17 @@
 """Runs read from records, and which of them count."""
 
-import math
+import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from nero.paper.record import StoreError
-from nero.paper.report.published import Final, Measure, published
+from nero.paper.report.published import Final, Measure, all_published
 
 Record: TypeAlias = dict[str, Any]
+T = TypeVar("T")
 
 #: How contenders are called where people read.
 NAMES = {
@@ -37,7 +38,11 @@ def name_of(optimiser: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, with its curves in per cent; NaN where a value was not finite."""
+    """A run, with its curves in per cent.
+
+    The accuracies of a run that diverged are those of its answers, as the authors' are; ``lost`` says in which epochs
+    the training loss was not finite.
+    """
 
     task: str
     optimiser: str
@@ -46,7 +51,8 @@ class Run:
     epochs: int
     precision: str
     curves: dict[Measure, tuple[float, ...]]
-    seconds: float
+    lost: tuple[bool, ...]
+    seconds: float | None
     side_by_side: int
     device: str
     finished: str
@@ -54,6 +60,11 @@ class Run:
     def final(self, measure: Measure) -> float:
         """The last epoch's value."""
         return self.curves[measure][-1]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss was not finite in the end."""
+        return self.lost[-1]
 
 
 class Runs:
@@ -67,7 +78,7 @@ class Runs:
     """
 
     def __init__(self, records: Iterable[Record]) -> None:
-        known = published()
+        known = all_published()
         read = [_read(record) for record in records]
         self.elsewhere = Counter(run.task for run in read if run.task not in known)
         ours = [run for run in read if run.task in known]
@@ -104,9 +115,7 @@ class Runs:
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and population standard deviation; NaN if any value is."""
-    if any(map(math.isnan, values)):
-        return math.nan, math.nan
+    """Mean and population standard deviation."""
     return statistics.fmean(values), statistics.pstdev(values)
 
 
@@ -121,37 +130,84 @@ def _worth(run: Run) -> tuple[bool, str, str]:
     return run.precision == "float32", run.precision, run.finished
 
 
+#: What JSON calls the kinds of values that a record has.
+KINDS: dict[type, str] = {float: "a number", int: "a whole number", str: "a word", dict: "an object", list: "a list"}
+
+
 def _read(record: Record) -> Run:
+    what = _name(record)
     if missing := [key for key in ("task", "optimiser", "lr", "seed", "epochs", "curve") if key not in record]:
-        raise StoreError(f"this is no record of a run, it has no {', '.join(missing)}: {str(record)[:100]}")
-    what = f"the record of {record['task']} by {record['optimiser']} at {record['lr']:g}, seed {record['seed']}"
-    epochs = int(record["epochs"])
-    train, test = (_per_cent(record["curve"], f"{part}_accuracy", epochs, what) for part in ("train", "test"))
+        raise StoreError(f"{what} has no {', '.join(missing)}: it is not that of a run, so take it away")
+    epochs = _take(record, "epochs", int, what)
+    if epochs < 1:
+        raise StoreError(f"{what} has {epochs} epochs: run it again")
+    curve = _take(record, "curve", dict, what)
+    train, test = (_per_cent(curve, f"{part}_accuracy", epochs, what) for part in ("train", "test"))
     return Run(
-        task=record["task"],
-        optimiser=record["optimiser"],
-        rate=float(record["lr"]),
-        seed=int(record["seed"]),
+        task=_take(record, "task", str, what),
+        optimiser=_take(record, "optimiser", str, what),
+        rate=_take(record, "lr", float, what),
+        seed=_take(record, "seed", int, what),
         epochs=epochs,
-        precision=record.get("precision", "float32"),
+        precision=_take(record, "precision", str, what, "float32"),
         curves={
             "train_accuracy": train,
             "train_error": tuple(100 - value for value in train),
             "test_accuracy": test,
             "test_error": tuple(100 - value for value in test),
         },
-        seconds=float(record.get("seconds", math.nan)),
-        side_by_side=int(record.get("side_by_side", 1)),
-        device=record.get("device", "unknown"),
-        finished=record.get("finished", ""),
+        lost=_lost(curve, epochs, what),
+        seconds=_take(record, "seconds", float, what) if "seconds" in record else None,
+        side_by_side=_take(record, "side_by_side", int, what, 1),
+        device=_take(record, "device", str, what, "unknown"),
+        finished=_take(record, "finished", str, what, ""),
     )
 
 
-def _per_cent(curves: dict[str, list[float | None]], name: str, epochs: int, what: str) -> tuple[float, ...]:
-    values = curves.get(name, [])
+def _name(record: Record) -> str:
+    """What to call a record of which any part may be wrong, for whoever has to find it."""
+    parts = (("task", "of", str), ("optimiser", "by", str), ("lr", "at", float), ("seed", "with seed", int))
+    known = [f"{word} {record[key]}" for key, word, kind in parts if _is(record.get(key), kind)]
+    path = record.get("path")
+    return " ".join(["the record", *known, *([f"({path})"] if path else [])])
+
+
+def _is(value: Any, kind: type) -> bool:
+    """Whether it is of the kind; a whole number is a number, true and what is not finite are none."""
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 1e300
+    return isinstance(value, kind)
+
+
+def _take(record: Record, key: str, kind: type[T], what: str, default: T | None = None) -> T:
+    value = record.get(key, default)
+    if not _is(value, kind):
+        raise StoreError(f"{what} has {_shown(value)} for {key}, which is not {KINDS[kind]}: run it again")
+    return kind(value)  # type: ignore[call-arg]
+
+
+def _values(curve: Record, name: str, epochs: int, what: str) -> list[Any]:
+    values = _take(curve, name, list, what)
     if len(values) != epochs:
         raise StoreError(f"{what} has {len(values)} values of {name} for {epochs} epochs: run it again")
-    found = tuple(math.nan if value is None else 100 * float(value) for value in values)
-    if any(value < 0 or value > 100 for value in found):
-        raise StoreError(f"{what} has a {name} that is no fraction: accuracies are from 0 to 1")
-    return found
+    return values
+
+
+def _per_cent(curve: Record, name: str, epochs: int, what: str) -> tuple[float, ...]:
+    values = _values(curve, name, epochs, what)
+    for value in values:
+        if not _is(value, float) or not 0 <= value <= 1:
+            raise StoreError(f"{what} has {_shown(value)} in {name}, which is no fraction: accuracies are from 0 to 1")
+    return tuple(100 * float(value) for value in values)
+
+
+def _lost(curve: Record, epochs: int, what: str) -> tuple[bool, ...]:
+    values = _values(curve, "train_loss", epochs, what)
+    for value in values:
+        if not (value is None or isinstance(value, float) or _is(value, float)):
+            raise StoreError(f"{what} has {_shown(value)} in train_loss: losses are numbers, or null if not finite")
+    return tuple(not _is(value, float) for value in values)
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:40]

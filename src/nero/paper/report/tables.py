@@ -1,19 +1,20 @@
 """The tables of the pages, as Markdown, from runs and from what is published; no number comes from anywhere else."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
-from nero.paper.report.published import Final, Measure, Published, published
+from nero.paper.report.published import Final, Measure, Published, all_published
 from nero.paper.report.runs import Run, Runs, mean_and_spread, name_of
 
 SEEDS = (0, 1, 2)
 NOT_RUN = "not run"
+MARK = "†"
+MARKED = f"{MARK} diverged: its loss was no longer finite"
 MEASURES: dict[Measure, str] = {"train_accuracy": "train accuracy", "test_error": "test error"}
 
 
-def tables(task: str, runs: Runs) -> dict[str, str]:
+def of_task(task: str, runs: Runs) -> dict[str, str]:
     """The tables of a task's page, by the names that its markers have."""
-    facts = published()[task]
+    facts = all_published()[task]
     made: dict[str, Callable[[Published, Runs], str]] = {"seeds": seeds}
     made |= {"epochs": epochs} if facts.curves and not facts.search else {}
     made |= {"search": search} if facts.search else {}
@@ -22,27 +23,26 @@ def tables(task: str, runs: Runs) -> dict[str, str]:
 
 
 def index(runs: Runs) -> str:
-    """One line a task: what it shows, how to run it, our headline numbers beside the paper's."""
+    """One line a task: the claim, how to run it, our headline numbers beside the paper's."""
     rows = []
-    for task, facts in published().items():
-        ours = [f"{name_of(row.optimiser)}: {_ours(facts, runs, row)}" for row in facts.headline]
-        theirs = [f"{name_of(row.optimiser)}: {_with_spread(row.mean, row.spread)}" for row in facts.headline]
-        none = not any(runs.at(row) for row in facts.headline)
+    for task, facts in all_published().items():
+        names = [name_of(row.optimiser) for row in facts.headline]
+        ours = [_ours(facts, runs, row) for row in facts.headline]
+        theirs = [_with_spread(row.mean, row.spread) for row in facts.headline]
         rows.append(
             (
                 f"[{task}]({task}.md)",
                 f"{facts.shows} ({facts.where})",
                 f"`nero sweep {task}`",
                 f"{MEASURES[facts.measure]}, %",
-                NOT_RUN if none else "; ".join(ours),
-                "; ".join(theirs),
+                "; ".join(map("{}: {}".format, names, ours)) if set(ours) != {NOT_RUN} else _none(facts, runs),
+                "; ".join(map("{}: {}".format, names, theirs)),
             )
         )
-    table = _markdown(("task", "what it shows", "command", "measure", "ours", "paper's"), rows, left=4)
+    table = _markdown(("task", "the paper's claim", "command", "measure", "ours", "paper's"), rows, left=4)
     others = [f"{task} ({count})" for task, count in sorted(runs.elsewhere.items())]
-    return _with_notes(
-        table, [f"Records of tasks that have no page are not shown: {', '.join(others)}."] if others else []
-    )
+    notes = [f"Records of tasks that have no page are not shown: {', '.join(others)}."] if others else []
+    return "\n\n".join([table, *notes])
 
 
 def seeds(facts: Published, runs: Runs) -> str:
@@ -51,8 +51,7 @@ def seeds(facts: Published, runs: Runs) -> str:
     numbers = sorted({*SEEDS, *(seed for by_seed in found.values() for seed in by_seed)})
     lines = []
     for row, by_seed in found.items():
-        ends = [_value(by_seed[seed].final(facts.measure)) if seed in by_seed else NOT_RUN for seed in numbers]
-        mean, _ = mean_and_spread([run.final(facts.measure) for run in by_seed.values()] or [math.nan])
+        ends = [_end(by_seed.get(seed), facts.measure) for seed in numbers]
         lines.append(
             (
                 name_of(row.optimiser),
@@ -60,8 +59,7 @@ def seeds(facts: Published, runs: Runs) -> str:
                 *ends,
                 _ours(facts, runs, row),
                 _with_spread(row.mean, row.spread),
-                _signed(mean - row.mean, 2),
-                _in_spreads(mean - row.mean, row.spread),
+                *_beside(row, [run.final(facts.measure) for run in by_seed.values()]),
                 ", ".join(sorted({run.precision for run in by_seed.values()})) or "-",
             )
         )
@@ -76,9 +74,10 @@ def search(facts: Published, runs: Runs) -> str:
     for cell in facts.search:
         row = rows[cell.optimiser]
         run = runs.at(row, cell.rate).get(0)
-        ours = [_value(run.final(of)) if run else NOT_RUN for of in ("train_accuracy", "test_accuracy")]
         rate = f"**{cell.rate:g}**" if cell.rate == row.rate else f"{cell.rate:g}"
-        lines.append((name_of(cell.optimiser), rate, ours[0], _value(cell.train), ours[1], _value(cell.test)))
+        train = (_end(run, "train_accuracy"), f"{cell.train:.2f}")
+        test = (_end(run, "test_accuracy"), f"{cell.test:.2f}")
+        lines.append((name_of(cell.optimiser), rate, *train, *test))
     header = (f"{part}, {whose}" for part in ("train", "test") for whose in ("ours", facts.whose))
     return _markdown((_who(facts), "rate", *header), lines)
 
@@ -87,10 +86,12 @@ def epochs(facts: Published, runs: Runs) -> str:
     """The mean over seeds in each epoch, ours above the authors'."""
     lines = []
     for row in facts.finals:
-        ours = [run.curves[facts.measure] for run in runs.at(row).values()]
-        for whose, curves in (("ours", ours), (facts.whose, facts.curves_of(row.optimiser))):
-            by_epoch = [_over_seeds(values) for values in zip(*curves, strict=True)] or [NOT_RUN] * facts.epochs
-            lines.append((name_of(row.optimiser), whose, *by_epoch))
+        found = runs.at(row).values()
+        lost = map(any, zip(*(run.lost for run in found), strict=True))
+        ours = map(_over_seeds, zip(*(run.curves[facts.measure] for run in found), strict=True), lost)
+        theirs = map(_over_seeds, zip(*facts.curves_of(row.optimiser), strict=True))
+        lines.append((name_of(row.optimiser), "ours", *(ours if found else [NOT_RUN] * facts.epochs)))
+        lines.append((name_of(row.optimiser), facts.whose, *theirs))
     header = (f"epoch {epoch}" for epoch in range(1, facts.epochs + 1))
     return _markdown((_who(facts), "whose", *header), lines, left=2)
 
@@ -101,17 +102,12 @@ def precision(facts: Published, runs: Runs) -> str:
     if not groups:
         return "No run was made in more than one precision."
     kinds = sorted({run.precision for group in groups for run in group}, key=lambda kind: (kind != "float32", kind))
-    shown: tuple[tuple[Measure, str], ...] = (("train_accuracy", "train accuracy"), ("test_error", "test error"))
     lines = []
     for group in groups:
         by_kind = {run.precision: run for run in group}
-        ends = [
-            _value(by_kind[kind].final(measure)) if kind in by_kind else NOT_RUN
-            for measure, _ in shown
-            for kind in kinds
-        ]
+        ends = [_end(by_kind.get(kind), measure) for measure in MEASURES for kind in kinds]
         lines.append((name_of(group[0].optimiser), f"{group[0].rate:g}", str(group[0].seed), *ends))
-    header = (f"{words}, {kind}" for _, words in shown for kind in kinds)
+    header = (f"{words}, {kind}" for words in MEASURES.values() for kind in kinds)
     return _markdown((_who(facts), "rate", "seed", *header), lines)
 
 
@@ -121,12 +117,9 @@ def every_run(facts: Published, runs: Runs) -> str:
     header = (
         _who(facts), "rate", "seed", "precision", "train accuracy", "test error", "seconds", "side by side", "device",
     )  # fmt: skip
-    table = _markdown(header, map(_line, found)) if found else "not run"
-    notes = []
-    if short := runs.short(facts.task):
-        records = "1 record" if short == 1 else f"{short} records"
-        notes.append(f"Left out for having fewer than {facts.epochs} epochs: {records}.")
-    return _with_notes(table, notes)
+    table = _markdown(header, map(_line, found)) if found else NOT_RUN
+    short = runs.short(facts.task)
+    return table + (f"\n\nLeft out for having fewer than {facts.epochs} epochs: {_records(short)}." if short else "")
 
 
 def _who(facts: Published) -> str:
@@ -140,9 +133,9 @@ def _line(run: Run) -> tuple[str, ...]:
         f"{run.rate:g}",
         str(run.seed),
         run.precision,
-        _value(run.final("train_accuracy")),
-        _value(run.final("test_error")),
-        "-" if math.isnan(run.seconds) else f"{run.seconds:.0f}",
+        _end(run, "train_accuracy"),
+        _end(run, "test_error"),
+        "-" if run.seconds is None else f"{run.seconds:.0f}",
         str(run.side_by_side),
         run.device,
     )
@@ -151,47 +144,56 @@ def _line(run: Run) -> tuple[str, ...]:
 def _ours(facts: Published, runs: Runs, row: Final) -> str:
     by_seed = runs.at(row)
     if by_seed:
-        return _over_seeds([run.final(facts.measure) for run in by_seed.values()])
+        lost = any(run.diverged for run in by_seed.values())
+        return _over_seeds([run.final(facts.measure) for run in by_seed.values()], lost)
     elsewhere = ", ".join(f"{rate:g}" for rate in runs.rates(row))
     return f"{NOT_RUN} (but at {elsewhere})" if elsewhere else NOT_RUN
 
 
-def _over_seeds(values: Sequence[float]) -> str:
-    """Mean ± spread; the number of seeds where it is not three, and no spread of one."""
-    lost = sum(map(math.isnan, values))
-    if lost:
-        return f"not finite ({lost} of {len(values)} seeds)" if len(values) > 1 else "not finite (1 seed)"
+def _none(facts: Published, runs: Runs) -> str:
+    """That nothing of a task was run, or nothing in full."""
+    short = runs.short(facts.task)
+    return f"{NOT_RUN} for all {facts.epochs} epochs ({_records(short)} left out)" if short else NOT_RUN
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
+
+
+def _over_seeds(values: Sequence[float], lost: bool = False) -> str:
+    """Mean ± spread, marked if a seed diverged; the number of seeds where it is not three, and no spread of one."""
     mean, spread = mean_and_spread(values)
+    mark = MARK if lost else ""
     if len(values) == 1:
-        return f"{mean:.2f} (1 seed)"
-    return _with_spread(mean, spread) + ("" if len(values) == len(SEEDS) else f" ({len(values)} seeds)")
+        return f"{mean:.2f}{mark} (1 seed)"
+    return _with_spread(mean, spread) + mark + ("" if len(values) == len(SEEDS) else f" ({len(values)} seeds)")
 
 
-def _value(value: float) -> str:
-    return "not finite" if math.isnan(value) else f"{value:.2f}"
+def _end(run: Run | None, measure: Measure) -> str:
+    """A run's last value, marked if it diverged."""
+    return NOT_RUN if run is None else f"{run.final(measure):.2f}{MARK if run.diverged else ''}"
 
 
 def _with_spread(mean: float, spread: float) -> str:
     return f"{mean:.2f} ± {spread:.2f}"
 
 
+def _beside(row: Final, values: Sequence[float]) -> tuple[str, str]:
+    """How far our mean is from the paper's, in points and in its spreads."""
+    if not values:
+        return "-", "-"
+    difference = mean_and_spread(values)[0] - row.mean
+    # the authors' three seeds at chance all ended on the same number
+    return _signed(difference, 2), "spread is 0" if row.spread < 1e-9 else _signed(difference / row.spread, 1)
+
+
 def _signed(value: float, digits: int) -> str:
-    if math.isnan(value):
-        return "-"
     text = f"{value:+.{digits}f}"
     return text[1:] if float(text) == 0 else text
 
 
-def _in_spreads(difference: float, spread: float) -> str:
-    # the authors' three seeds at chance all ended on the same number
-    return "spread is 0" if spread < 1e-9 else _signed(difference / spread, 1)
-
-
 def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table whose first columns are words and stand to the left, and whose others are numbers."""
+    """A table whose first columns are words and stand to the left, and whose others are numbers; what a mark means."""
     rules = ["---" if column < left else "---:" for column in range(len(header))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *rows))
-
-
-def _with_notes(table: str, notes: list[str]) -> str:
-    return "\n\n".join([table, *notes])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *rows))
+    return f"{table}\n\n{MARKED}" if MARK in table else table

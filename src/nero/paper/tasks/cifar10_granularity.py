@@ -21,6 +21,6 @@ task = Task(
         "lamb-balanced": Contender("lamb", best=0.06, options={"balanced": True}),
     },
     grid=FINE_GRID,
-    seconds=(400, 200_000),
+    seconds=(None, 200_000),
     **CIFAR10,
 )

@@ -1,12 +1,13 @@
-# Three commands do everything on a machine with Python 3.11 or newer, pip and make:
+# Four commands do everything on a machine with Python 3.11 or newer, pip and make:
 #   make demo    train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test    format, lint, types, arrows, all tests
 #   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
+#   make paper   draw the paper's figures and fill its tables in docs/paper from the committed records
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test bench format clean
+.PHONY: demo test bench paper format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -21,6 +22,9 @@ test: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/figure.py
+
+paper: $(READY)
+	$(BIN)/nero report --records results --out docs/paper
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -1,8 +1,8 @@
-"""How long the paper's tasks take here, each alone, and what the authors' way of running one takes.
+"""How long the paper's tasks take here, alone and side by side, and what the authors' way of running one takes.
 
-Times whole epochs (their data, steps and evaluation) of every task, in float32 and on a GPU in TF32 too, and steps of
-mnist-deep done as the paper's script does them: a loader on the host, tensor by tensor, nothing captured. Writes
-benchmarks/results/suite-cuda.json or suite-cpu.json.
+Times whole epochs (their data, steps and evaluation) of every task, in float32 and on a GPU in TF32 too; on a GPU also
+all cells of mnist-deep's search at once; and steps of mnist-deep done as the paper's script does them: a loader on the
+host, tensor by tensor, nothing captured. Writes benchmarks/results/suite-cuda.json or suite-cpu.json.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from end_to_end import Perceptron
 from rich.console import Console
 from rich.table import Table
 from timing import Clock, Row, machine
@@ -26,7 +27,6 @@ from torch.utils.data import DataLoader
 
 import nero
 from nero.paper.data import Dataset, Images, load
-from nero.paper.models.mlp import mlp
 from nero.paper.protocol import Precision, Task
 from nero.paper.tasks import TASKS
 from nero.paper.training import Training
@@ -47,6 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=2, help="timed of each, after one to warm up (2)")
     parser.add_argument("--share", type=float, help="of the data; without: all of it on a GPU, 1/100 on a CPU")
     arguments = parser.parse_args(argv)
+    most = min(TASKS[name].epochs for name in TIMED) - 1
+    if not 1 <= arguments.epochs <= most:
+        parser.error(f"--epochs must be from 1 to {most}, but it is {arguments.epochs}")
     device = torch.device(arguments.device)
     share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
     console = Console(width=None if sys.stdout.isatty() else 120)
@@ -58,11 +61,18 @@ def main(argv: list[str] | None = None) -> int:
         data = part(whole[task.dataset], share, task.batch).to(device)
         times = len(whole[task.dataset].train.labels) / len(data.train.labels)
         for precision in precisions:
-            rows.append(time_task(task, data, precision, arguments.epochs, times))
+            first = next(iter(task.contenders))
+            rows.append(
+                time_cells(task, [(first, task.contenders[first].best)], data, precision, arguments.epochs, times)
+            )
             console.print(f"{name}, {precision}: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
             if name == "mnist-deep":
                 rows.append(time_script(whole["mnist"].train, device, precision, rows[-1]))
                 console.print(f"{SCRIPTED}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
+            if name == "mnist-deep" and device.type == "cuda":
+                cells = [(optimiser, rate) for optimiser in task.contenders for rate in task.grid]
+                rows.append(time_cells(task, cells, data, precision, arguments.epochs, times))
+                console.print(f"{name}, all {len(cells)} cells: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
     console.print(table(rows))
     record = {
         "date": date.today().isoformat(),
@@ -80,34 +90,40 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def time_task(task: Task, data: Dataset, precision: Precision, epochs: int, larger: float) -> Row:
-    """Seconds an epoch, of whole ones after the first; all the data is so many times larger than this."""
-    optimiser = next(iter(task.contenders))
-    settings = task.settings(optimiser, epochs=epochs + 1, precision=precision)
+def time_cells(
+    task: Task, cells: list[tuple[str, float]], data: Dataset, precision: Precision, epochs: int, larger: float
+) -> Row:
+    """Seconds an epoch of runs side by side, after the first; all the data is so many times larger than this."""
     start = time.perf_counter()
-    training = Training(task, settings, data)
+    trainings = [
+        Training(task, task.settings(optimiser, rate, epochs=epochs + 1, precision=precision), data)
+        for optimiser, rate in cells
+    ]
     times: list[float] = []
-    while not training.finished:
-        training.advance()
-        if training.step == 0:  # the host has waited for the epoch's metrics
+    while not trainings[-1].finished:
+        for training in trainings:
+            training.advance()
+        if trainings[-1].step == 0:  # the host has waited for the epoch's metrics
             times.append(time.perf_counter() - start)
             start = time.perf_counter()
     timed = statistics.median(times[1:])
-    an_epoch = larger * timed
     return {
         "task": task.name,
-        "optimiser": optimiser,
+        "optimiser": cells[0][0] if len(cells) == 1 else "all",
         "precision": precision,
-        "seconds_an_epoch": round(an_epoch, 4),
-        "milliseconds_a_step": round(1e3 * timed / training.steps_an_epoch, 3),
+        "side_by_side": len(cells),
+        "seconds_an_epoch": round(larger * timed, 4),
+        "milliseconds_a_step": round(1e3 * timed / trainings[0].steps_an_epoch, 3),
         "seconds_to_begin": round(times[0] - timed, 2),
-        "seconds_in_full": round(an_epoch * task.epochs + times[0] - timed, 1),
+        "seconds_in_full": round(larger * timed * task.epochs + times[0] - timed, 1),
     }
 
 
-def time_script(train: Images, device: torch.device, precision: Precision, ours: Row, steps: int = 20) -> Row:
+def time_script(
+    train: Images, device: torch.device, precision: Precision, ours: Row, steps: int = 20, depth: int = 100
+) -> Row:
     """Steps of mnist-deep as the paper's script makes them; ours were timed just before, in the same process."""
-    model = mlp(100).to(device)
+    model = Perceptron(depth).to(device)
     optimiser = Plain(model)
     clock = Clock(device)
     matrices = torch.get_float32_matmul_precision()
@@ -118,6 +134,7 @@ def time_script(train: Images, device: torch.device, precision: Precision, ours:
     def step() -> None:
         nonlocal correct
         inputs, labels = (tensor.to(device) for tensor in next(batches))
+        inputs = inputs.flatten(1)
         model.zero_grad()
         logits = model(inputs)
         functional.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
@@ -192,10 +209,10 @@ def part(data: Dataset, share: float, batch: int) -> Dataset:
 def table(rows: list[Row]) -> Table:
     """For a person."""
     found = Table(box=None, pad_edge=False)
-    for column in ("task", "precision", "a step, ms", "an epoch, s", "in full, s", "times ours"):
+    for column in ("task", "precision", "at a time", "a step, ms", "an epoch, s", "in full, s", "times ours"):
         found.add_column(column, justify="left" if column in ("task", "precision") else "right")
     for row in rows:
-        numbers = ("milliseconds_a_step", "seconds_an_epoch", "seconds_in_full", "times_ours")
+        numbers = ("side_by_side", "milliseconds_a_step", "seconds_an_epoch", "seconds_in_full", "times_ours")
         found.add_row(row["task"], row["precision"], *(f"{row[key]:g}" if key in row else "" for key in numbers))
     return found
 

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import bench
+import end_to_end
 import figure
 import pytest
 import shapes
 import step
+import suite
 import timing
 import torch
 
+import nero
 from nero.backends import BACKENDS, eager
 
 
@@ -150,3 +153,85 @@ def test_synthetic_shapes_add_up():
         assert sum(map(len, made.by_axes.values())) == tensors
     assert shapes.gpt2_xl().total == pytest.approx(1.5576e9, rel=1e-3)
     assert shapes.gpt2_xl().one_of_each.total < 2e8
+
+
+@pytest.fixture
+def small_suite(monkeypatch: pytest.MonkeyPatch):
+    """The suite's tasks, on small networks and a little made data."""
+    from dataclasses import replace
+    from functools import partial
+
+    from test_paper import made
+
+    from nero.paper.models.mlp import mlp
+    from nero.paper.models.vgg import vgg11
+
+    for name, task in list(suite.TASKS.items()):
+        model = partial(mlp, 2) if task.dataset == "mnist" else partial(vgg11, width=1 / 32)
+        contenders = {key: replace(each, model=None) for key, each in task.contenders.items()}
+        monkeypatch.setitem(suite.TASKS, name, replace(task, model=model, contenders=contenders, batch=8))
+    monkeypatch.setattr(suite, "load", lambda name, _: made(name, examples=160))
+    monkeypatch.setattr(suite, "Perceptron", lambda _: end_to_end.Perceptron(2))
+    monkeypatch.setattr(suite, "host_batches", partial(suite.host_batches, batch=8))
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_the_suites_times_are_recorded(tmp_path: Path):
+    assert suite.main(["--device", "cpu", "--out", str(tmp_path), "--share", "0.1"]) == 0
+    found = json.loads((tmp_path / "suite-cpu.json").read_text())
+    rows = {row["task"]: row for row in found["rows"]}
+    assert list(rows) == ["mnist-deep", suite.SCRIPTED, *suite.TIMED[1:]]
+    script = rows.pop(suite.SCRIPTED)
+    ours = rows["mnist-deep"]["milliseconds_a_step"]
+    assert script["times_ours"] == pytest.approx(script["milliseconds_a_step"] / ours, rel=0.02, abs=0.01)
+    for name, row in rows.items():
+        # a tenth of 160 examples is two batches of eight; the time is that of twenty
+        assert row["seconds_an_epoch"] == pytest.approx(20 * row["milliseconds_a_step"] / 1e3, rel=0.02, abs=2e-3)
+        assert row["seconds_in_full"] >= 0.9 * suite.TASKS[name].epochs * row["seconds_an_epoch"]
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_cells_side_by_side_are_timed_together():
+    task = suite.TASKS["mnist-deep"]
+    data = suite.load("mnist", None)
+    row = suite.time_cells(task, [("nero", 0.001), ("sgd", 0.1)], data, "float32", 1, 1.0)
+    assert row["side_by_side"] == 2
+    assert row["optimiser"] == "all"
+
+
+@pytest.mark.parametrize("epochs", ["0", "5"])
+def test_the_suite_refuses_epochs_that_a_task_has_not(epochs: str):
+    with pytest.raises(SystemExit):
+        suite.main(["--epochs", epochs])
+
+
+def test_plain_nero_is_algorithm_1():
+    """What the authors' way is timed with makes Nero's steps."""
+    torch.manual_seed(0)
+    ours, plain = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+    plain.load_state_dict(ours.state_dict())
+    optimisers = (nero.Nero(ours, lr=0.01), suite.Plain(plain, lr=0.01))
+    inputs = torch.randn(16, 8)
+    for _ in range(5):
+        for model, optimiser in zip((ours, plain), optimisers, strict=True):
+            model.zero_grad()
+            model(inputs).square().sum().backward()
+            optimiser.step()
+    torch.testing.assert_close(plain.weight, ours.weight)
+    torch.testing.assert_close(plain.bias, ours.bias)
+
+
+def test_the_times_that_are_listed_are_recorded():
+    """`nero list` states what benchmarks/results has, to a tenth; and nothing where it has nothing."""
+    for place, device in enumerate(("cuda", "cpu")):
+        path = Path(bench.__file__).parent / "results" / f"suite-{device}.json"
+        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        found = {
+            row["task"]: row["seconds_in_full"]
+            for row in rows
+            if row.get("side_by_side") == 1 and row["precision"] == "float32"
+        }
+        for name, task in suite.TASKS.items():
+            timed_with = name if name in suite.TIMED else "cifar10-vgg11"
+            wanted = found.get(timed_with)
+            assert task.seconds[place] == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), (name, device)

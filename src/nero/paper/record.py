@@ -147,7 +147,10 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def commit() -> str | None:
-    """The commit of the source tree this runs from, marked if files differ from it; None where that is not known."""
+    """The commit of the source tree this runs from, marked if files differ; None where that is not known.
+
+    A tree without its history, such as a copy on another machine, is told by the variable NERO_COMMIT.
+    """
     if "NERO_COMMIT" in os.environ:
         return os.environ["NERO_COMMIT"]
     here = Path(__file__).resolve().parents[1]

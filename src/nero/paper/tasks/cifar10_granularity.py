@@ -21,6 +21,6 @@ task = Task(
         "lamb-balanced": Contender("lamb", best=0.06, options={"balanced": True}),
     },
     grid=FINE_GRID,
-    seconds=(None, 200_000),
+    seconds=(None, 509_000),
     **CIFAR10,
 )

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,17 @@ import torch
 from torch import nn
 
 pytest.importorskip("typer")
+from rich.console import Console
+
 import nero
-from nero.paper import cli, record, sweep
+from nero.paper import cli, progress, record, sweep
 from nero.paper.data import Dataset, Images
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.models.dropout import Dropout
 from nero.paper.models.mlp import ScaledReLU, mlp, reparameterised
 from nero.paper.models.resnet import resnet18
 from nero.paper.models.vgg import vgg11
+from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
 from nero.paper.record import Store, StoreError, read_records, write_whole
 from nero.paper.sweep import search, train
@@ -544,10 +549,6 @@ def command(monkeypatch):
     monkeypatch.setattr(cli, "load", lambda name, *_, **__: made(name))
 
     def call(*arguments):
-        from io import StringIO
-
-        from rich.console import Console
-
         told = StringIO()
         monkeypatch.setattr(cli, "console", Console(file=told, width=160, markup=False, highlight=False))
         monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
@@ -616,6 +617,118 @@ def test_errors_say_what_to_do(command, arguments, message, tmp_path, monkeypatc
 def test_the_command_is_installed():
     (script,) = entry_points(group="console_scripts", name="nero")
     assert script.load() is cli.main
+
+
+def display(terminal, out):
+    told = StringIO()
+    console = Console(file=told, width=200, force_terminal=terminal, markup=False, highlight=False)
+    return Display(console, out, CPU), told
+
+
+def test_a_terminal_has_bars_with_the_metric_and_the_time_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "GLANCE", 0.0)
+    shown, told = display(True, tmp_path)
+    seen = []
+    monkeypatch.setattr(shown.progress, "update", lambda bar, **fields: seen.append((bar, fields)))
+    with shown:
+        train(TINY, [TINY.settings("sgd")], made(), Store(tmp_path), shown)
+    assert len(seen) == 9
+    assert [fields["completed"] for _, fields in seen] == list(range(1, 10))
+    assert seen[0][1]["metric"].endswith("so far")
+    assert seen[-1][1]["metric"].startswith("train ")
+    assert ", test " in seen[-1][1]["metric"]
+    assert "sgd-lr0.1-seed0" in told.getvalue()
+    kinds = {type(column).__name__ for column in shown.progress.columns}
+    assert {"BarColumn", "TimeRemainingColumn", "TimeElapsedColumn"} <= kinds
+
+
+def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "GLANCE", 0.0)
+    monkeypatch.setattr(progress, "QUIET", 0.0)
+    store, settings = Store(tmp_path), TINY.settings("sgd")
+    half = Training(TINY, settings, made())
+    for _ in range(4):
+        half.advance()
+    store.save(half)
+    shown, told = display(False, tmp_path)
+    with shown:
+        train(TINY, [settings], made(), store, shown)
+        shown.stopping(2)
+    lines = told.getvalue().splitlines()
+    assert lines[0] == "tiny: 1 run to do on cpu"
+    assert "sgd-lr0.1-seed0: goes on from epoch 1, step 1" in lines
+    assert any(
+        re.fullmatch(r"sgd-lr0.1-seed0: epoch 1, 56%, train .*% so far, .* s, .* s left", line) for line in lines
+    )
+    assert lines[-2].startswith("sgd-lr0.1-seed0: train ")
+    assert lines[-2].endswith("tiny/sgd-lr0.1-seed0.json")
+    assert "2 runs stand" in lines[-1]
+
+
+def test_tensorboard_has_every_epoch(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown, _ = display(False, tmp_path)
+    with shown:
+        (found,) = train(TINY, [TINY.settings("sgd")], made(), Store(tmp_path), shown)
+    events = EventAccumulator(str(tmp_path / "tensorboard/tiny/sgd-lr0.1-seed0"))
+    events.Reload()
+    for name, values in found["curve"].items():
+        scalars = events.Scalars(name.replace("_", "/"))
+        assert [each.step for each in scalars] == [1, 2, 3]
+        assert [each.value for each in scalars] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize("when", ["opened", "written", "closed"])
+def test_a_run_does_not_end_for_want_of_tensorboard(when, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if when == "opened":
+        monkeypatch.setattr(progress, "SummaryWriter", fail)
+    else:
+        monkeypatch.setattr(progress.SummaryWriter, {"written": "add_scalar", "closed": "close"}[when], fail)
+    shown, told = display(False, tmp_path)
+    with shown:
+        (found,) = train(TINY, [TINY.settings("sgd")], made(), Store(tmp_path), shown)
+    assert len(found["curve"]["train_loss"]) == 3
+    assert told.getvalue().count("going on without it") == 1
+
+
+def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch):
+    advance = Training.advance
+    monkeypatch.setattr(Training, "advance", lambda self: (signal.raise_signal(signal.SIGINT), advance(self)))
+    code, told = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 2, "--device", "cpu")
+    assert code == 130
+    assert "the same command goes on from here" in told
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
+def test_a_full_gpu_is_told_in_a_line(command, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Training, "advance", full)
+    code, _ = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 1, "--device", "cpu")
+    assert "--side-by-side" in code
+
+
+def test_downloads_are_told(command, tmp_path, monkeypatch):
+    def slow(name, _, progress):
+        progress("file.gz", 10, 2_000_000)
+        progress("file.gz", 2_000_000, 2_000_000)
+        progress("other.gz", 5, 0)
+        return made(name)
+
+    monkeypatch.setattr(cli, "load", slow)
+    code, told = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 1, "--device", "cpu")
+    assert code == 0
+    assert told.splitlines()[:2] == ["downloading file.gz, 2.0 MB", "downloading other.gz"]
+
+
+def test_a_report_of_nothing_says_how_to_get_something(command, tmp_path):
+    code, _ = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
+    assert "make some with `nero sweep TASK" in code
 
 
 @pytest.mark.gpu

@@ -128,6 +128,14 @@ def test_a_run_at_another_rate_is_named_but_not_counted():
     assert [line[:3] for line in vgg(*made, table="runs")] == [["Nero", "0.001", "0"], ["Nero", "0.1", "0"]]
 
 
+def test_our_own_best_rate_has_a_row_where_it_is_another():
+    made = [record("cifar10-vgg11", "adam", 0.0001, seed, 0.9) for seed in (0, 1, 2)]
+    made.append(record("cifar10-vgg11", "adam", 0.001, 0, 0.85))
+    rows = [line for line in vgg(*made) if line[0] == "Adam"]
+    assert [line[1] for line in rows] == ["0.001", "0.0001"]
+    assert [line[5] for line in rows] == ["15.00 (1 seed)", "10.00 ± 0.00"]
+
+
 MARKED = "\n\n† diverged: its loss was no longer finite"
 
 

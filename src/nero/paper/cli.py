@@ -143,7 +143,7 @@ def _workplace(
         try:
             yield lambda runs: train(task, runs, images, store, display, at_a_time)
         except KeyboardInterrupt:
-            console.print("stopped: the same command goes on from here")
+            console.print("stopped: the same command goes on from what was kept")
             raise SystemExit(130) from None
 
 

@@ -20,7 +20,7 @@ import torch
 
 import nero
 from nero.paper.protocol import Settings, Task
-from nero.paper.training import Training
+from nero.paper.training import CURVES, Training
 
 #: Seconds after which a half-written file is nobody's any more.
 STALE = 3600.0
@@ -36,6 +36,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.commit = commit()  # now: it may change while runs are under way
+        self._commits: dict[Settings, list[str | None]] = {}
 
     def check(self, task: Task, bytes_needed: int) -> None:
         """Raise now if the folder could not hold the work's results later."""
@@ -46,6 +47,9 @@ class Store:
             free = shutil.disk_usage(folder).free
         except OSError as error:
             raise StoreError(f"cannot write into {folder}: {error.strerror}; name another folder by --out") from error
+        for part in folder.glob("*.part"):  # what a killed process left half written
+            if part.stat().st_mtime < time.time() - STALE:
+                part.unlink(missing_ok=True)
         if free < bytes_needed:
             raise StoreError(
                 f"{self.root} has {free / 1e6:,.0f} MB free, and checkpoints need {bytes_needed / 1e6:,.0f} MB: "
@@ -62,26 +66,33 @@ class Store:
         if not path.exists():
             return None
         record = _read(path)
-        if differing := [key for key, value in asdict(settings).items() if record.get(key) != value]:
+        wanted = {**asdict(settings), "batch": task.batch, "options": _options(task, settings)}
+        if differing := [key for key, value in wanted.items() if record.get(key) != value]:
             raise StoreError(
                 f"{path} is of another run: its {differing[0]} is {record.get(differing[0])!r}; move it away"
             )
         return record
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
-        """Where an unfinished run stands, if it left word. What a killed process left half written is removed."""
+        """Where an unfinished run stands, if it left word."""
+        state = self.look(task, settings, device)
+        before = [] if state is None else state["commits"]
+        self._commits[settings] = list(dict.fromkeys([*before, self.commit]))
+        return state
+
+    def look(
+        self, task: Task, settings: Settings, device: torch.device, *, whole: bool = True
+    ) -> dict[str, Any] | None:
+        """An unfinished run's checkpoint, if there is one; if not whole, its tensors stay on the disk."""
         path = self.path(task, settings, ".checkpoint")
-        for part in path.parent.glob(f"{path.name}.*.part"):
-            if part.stat().st_mtime < time.time() - STALE:
-                part.unlink(missing_ok=True)
         if not path.exists():
             return None
         again = "delete it to begin this run again"
         try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole)
             found = state["run"]
         except Exception as error:
-            raise StoreError(f"{path} cannot be read ({error}): {again}") from error
+            raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {again}") from error
         if found != (wanted := _identity(task, settings, device)):
             differing = [key for key in wanted if found.get(key) != wanted[key]]
             raise StoreError(
@@ -93,7 +104,7 @@ class Store:
     def save(self, training: Training) -> None:
         """Keep where a run stands."""
         identity = _identity(training.task, training.settings, training.device)
-        state = {"run": identity, **training.state()}
+        state = {"run": identity, "commits": self._commits.get(training.settings, []), **training.state()}
         write_whole(self.path(training.task, training.settings, ".checkpoint"), lambda file: torch.save(state, file))
 
     def finish(self, training: Training) -> dict[str, Any]:
@@ -101,9 +112,10 @@ class Store:
         record = {
             **asdict(training.settings),
             "batch": training.task.batch,
-            "options": dict(training.task.contenders[training.settings.optimiser].options),
+            "options": _options(training.task, training.settings),
             "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
-            "commit": self.commit,
+            "commit": ", ".join(str(each) for each in self._commits.get(training.settings, [self.commit])),
+            "resumed": training.resumed,
             "versions": versions(),
             "device": name_of(training.device),
             "side_by_side": training.beside,
@@ -112,7 +124,9 @@ class Store:
         }
         line = json.dumps(record, allow_nan=False) + "\n"
         write_whole(self.path(training.task, training.settings, ".json"), lambda file: file.write(line.encode()))
-        self.path(training.task, training.settings, ".checkpoint").unlink(missing_ok=True)
+        checkpoint = self.path(training.task, training.settings, ".checkpoint")
+        for left in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*.part")):
+            left.unlink(missing_ok=True)
         return record
 
 
@@ -136,7 +150,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        # torch.save reports a full disk as a RuntimeError of its own
+        # torch.save reports a full disk as a RuntimeError of its own, and an interrupt too
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
         if isinstance(error, OSError | RuntimeError):
             full = getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(_existing(path)).free < 2**20
             reason = "the disk is full: make room" if full else f"{error}: mend that"
@@ -183,12 +199,16 @@ def name_of(device: torch.device) -> str:
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def _options(task: Task, settings: Settings) -> dict[str, Any]:
+    return dict(task.contenders[settings.optimiser].options)
+
+
 def _identity(task: Task, settings: Settings, device: torch.device) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     return {
         **asdict(settings),
         "batch": task.batch,
-        "options": dict(task.contenders[settings.optimiser].options),
+        "options": _options(task, settings),
         "device": device.type,
         "nero": nero.__version__,
     }
@@ -199,7 +219,9 @@ def _read(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
         if not isinstance(record, dict) or not {"task", "optimiser", "lr", "seed", "curve"} <= set(record):
             raise ValueError("it is JSON, but no record of a run")
-    except (OSError, ValueError) as error:
+        if not all(record["curve"].get(name) for name in CURVES):
+            raise ValueError("its curve is not whole")
+    except (OSError, ValueError, AttributeError) as error:
         raise StoreError(f"{path} is not a record: {error}") from error
     return record
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
@@ -49,6 +49,8 @@ def train(
     done = {settings: record for settings in runs if (record := store.record(task, settings)) is not None}
     watch.plan(task, runs, list(done.values()))
     waiting = deque(settings for settings in runs if settings not in done)
+    for settings in waiting:  # a bad one is better met now than hours later
+        store.look(task, settings, data.device, whole=False)
     active: list[Training] = []
     due = time.monotonic() + PAUSE
     with _interrupts() as interrupted:
@@ -59,7 +61,13 @@ def train(
                 watch.begun(active[-1])
             for training in list(active):
                 training.beside = max(training.beside, len(active))
-                training.advance()
+                try:
+                    training.advance()
+                except Exception:
+                    active.remove(training)  # in the middle of a step; the others stand between two
+                    with suppress(Exception):
+                        _save(active, store)
+                    raise
                 watch.stepped(training)
                 if training.finished:
                     done[training.settings] = store.finish(training)

@@ -18,7 +18,9 @@ from nero.paper.protocol import Precision, Settings, Task
 #: Steps before a graph is captured: libraries choose their kernels, and Nero's are compiled.
 WARM_UP = 3
 #: How many test images are looked at together.
-LOOK = 2000
+LOOK = 1000
+#: What is known of a run after each epoch.
+CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
 
 class Training:
@@ -40,10 +42,9 @@ class Training:
         self.device = data.device
         self.steps_an_epoch = math.ceil(len(data.train.labels) / task.batch)
         self.epoch = self.step = 0
-        self.curve: dict[str, list[float | None]] = {
-            name: [] for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
-        }
+        self.curve: dict[str, list[float | None]] = {name: [] for name in CURVES}
         self.beside = 1  # how many runs there were at a time, at most
+        self.resumed = 0  # how often it was broken off
         self._spent, self._since = 0.0, time.perf_counter()
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -98,6 +99,7 @@ class Training:
                 "curve": {name: list(values) for name, values in self.curve.items()},
                 "seconds": self.seconds,
                 "beside": self.beside,
+                "resumed": self.resumed,
                 "totals": _on_cpu(self.totals),
                 "generator": self.generator.get_state(),
                 "model": _on_cpu(dict(self.model.state_dict())),
@@ -126,7 +128,7 @@ class Training:
         for group in self.optimiser.param_groups:
             group["lr"] = self.lr  # loading made a copy of it
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
-        self._spent, self.beside = state["seconds"], state["beside"]
+        self._spent, self.beside, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
         if self.step:
             self._begin_epoch()
             self.generator.set_state(state["generator"])

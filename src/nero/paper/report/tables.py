@@ -46,8 +46,8 @@ def index(runs: Runs) -> str:
 
 
 def seeds(facts: Published, runs: Runs) -> str:
-    """The claim: each contender at the paper's best rate, every seed, and how far from the paper we are."""
-    found = {row: runs.at(row) for row in facts.finals}
+    """The claim: each contender at the paper's best rate (and at our own, if another), every seed, beside the paper."""
+    found = {each: runs.at(each) for row in facts.finals for each in (row, *_tuned(row, runs))}
     numbers = sorted({*SEEDS, *(seed for by_seed in found.values() for seed in by_seed)})
     lines = []
     for row, by_seed in found.items():
@@ -65,6 +65,12 @@ def seeds(facts: Published, runs: Runs) -> str:
         )
     header = (_who(facts), "rate", *(f"seed {seed}" for seed in numbers), "ours", facts.whose)
     return _markdown((*header, "difference", "in spreads", "precision"), lines)
+
+
+def _tuned(row: Final, runs: Runs) -> list[Final]:
+    """The row at other rates that were run on several seeds: where our search found another best than the paper's."""
+    others = [row._replace(rate=rate) for rate in runs.rates(row) if rate != row.rate]
+    return [other for other in others if len(runs.at(other)) > 1]
 
 
 def search(facts: Published, runs: Runs) -> str:

@@ -109,12 +109,13 @@ class Store:
 
     def finish(self, training: Training) -> dict[str, Any]:
         """Keep the record of a finished run, and let its checkpoint go."""
+        commits = self._commits.get(training.settings, [self.commit])
         record = {
             **asdict(training.settings),
             "batch": training.task.batch,
             "options": _options(training.task, training.settings),
             "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
-            "commit": ", ".join(str(each) for each in self._commits.get(training.settings, [self.commit])),
+            "commit": ", ".join(each for each in commits if each) or None,
             "resumed": training.resumed,
             "versions": versions(),
             "device": name_of(training.device),

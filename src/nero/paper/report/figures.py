@@ -114,9 +114,7 @@ def _deep(facts: Published, runs: Runs) -> Figure:
     rates.set_xscale("log")
     rates.set_xticks(tried, [f"{rate:g}" for rate in tried])
     rates.xaxis.set_minor_locator(NullLocator())
-    _dress(
-        rates, "learning rate (points set apart)", "In the last epoch, at every rate"
-    )
+    _dress(rates, "learning rate (points set apart)", "In the last epoch, at every rate")
     _per_cent(curves, rates)
     _key(figure, entries, facts, each=True)
     return figure

@@ -31,6 +31,7 @@ console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 #: Where runs leave their records; not where the committed ones are, so that whoever doubts makes their own.
 OUT = Path("out/paper")
+PAGES = OUT / "pages"
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="one of `nero list`")]
 Data = Annotated[
@@ -96,15 +97,15 @@ def sweep(
     with _workplace(chosen, data, device, out, accuracy, side_by_side) as runs:
         best = search(chosen, contenders, seeds, accuracy, runs, rates=None if grid else (), epochs=epochs)
     for name, rate in best.items():
-        how = "best of the grid" if grid else "the paper's best"
-        console.print(f"{name}: {how} is {rate:g}" + (f"; the paper's is {chosen.contenders[name].best:g}" * grid))
+        papers = chosen.contenders[name].best
+        searched = f"best of the grid is {rate:g}; the paper's is {papers:g}"
+        console.print(f"{name}: {searched if grid else f'the paper has {papers:g} as its best'}")
 
 
 @app.command()
 def report(
     records: Annotated[Path, typer.Option(help="the --out of runs and sweeps")] = OUT,
-    out: Annotated[Path, typer.Option(help="folder of the pages; tables and figures in it are made anew")] = OUT
-    / "pages",
+    out: Annotated[Path, typer.Option(help="folder of the pages; tables and figures in it are made anew")] = PAGES,
 ) -> None:
     """Tables and figures beside the paper's, from records alone."""
     found = read_records(records)

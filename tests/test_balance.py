@@ -1,12 +1,16 @@
 """The constraint set, for models, for other optimisers, and as a reparameterisation."""
 
 import copy
+import math
+import sys
 
 import pytest
 import torch
+from conftest import INTERPRETED
 from torch import Tensor, nn
 
 import nero
+from nero import rows
 from nero.balance import project
 
 
@@ -255,3 +259,95 @@ def test_projection_of_grouped_views_is_per_output_channel():
             neuron = balanced[group, :, channel]
             assert abs(float(neuron.sum())) < 1e-5
             assert float(neuron.norm()) == pytest.approx(1, abs=1e-5)
+
+
+# -- the kernel --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where Triton's kernels run here: on a GPU, or interpreted on the CPU."""
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        monkeypatch.setattr(rows, "works", lambda _: True)
+    return "cpu" if INTERPRETED else "cuda"
+
+
+def neurons(shape: tuple[int, ...], device: str) -> Tensor:
+    """Ordinary ones, and some of every other kind."""
+    torch.manual_seed(0)
+    tensor = torch.randn(shape) * torch.logspace(-3, 3, shape[0]).reshape(-1, *[1] * (len(shape) - 1)) + 0.5
+    odd = (0.0, 0.3, math.nan, math.inf, 1e-41, 3e38, -1e30)
+    for neuron, value in zip(tensor, odd, strict=False):
+        neuron.fill_(value) if abs(value) < 1 else neuron.view(-1)[-1:].fill_(value)
+    return tensor.to(device)
+
+
+@pytest.mark.parametrize("fix_mean", [True, False])
+@pytest.mark.parametrize("fix_norm", [True, False])
+@pytest.mark.parametrize("shape", [(12, 1), (12, 2), (12, 3), (12, 100), (9, 3, 2, 2), (1, 40)], ids=str)
+def test_the_kernel_projects(shape: tuple[int, ...], fix_norm: bool, fix_mean: bool, device: str):
+    tensor, axes = neurons(shape, device), tuple(range(1, len(shape)))
+    if len(shape) == 4:
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    wanted = project(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm).tensor
+    version = tensor._version
+    done = rows.project_(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm)
+    assert done == (fix_mean or fix_norm)
+    assert tensor._version == version + done
+    torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_the_kernel_projects_to_radii(device: str):
+    tensor = neurons((12, 100), device)
+    radii = torch.linspace(0.1, 5, 12, device=device)[:, None]
+    wanted = project(tensor, (1,), radius=radii).tensor
+    assert rows.project_(tensor, (1,), fix_mean=True, fix_norm=True, radius=radii)
+    torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert rows.project_(tensor, (1,), fix_mean=True, fix_norm=True, radius=2.0)
+    torch.testing.assert_close(tensor[7:].norm(dim=1), torch.full((5,), 2.0, device=device))
+
+
+def test_the_kernel_leaves_what_lies_between_neurons(device: str):
+    held = torch.randn(6, 10, device=device)
+    before = held.clone()
+    assert rows.project_(held[:, 2:7], (1,), fix_mean=True, fix_norm=True)
+    assert torch.equal(held[:, :2], before[:, :2])
+    assert torch.equal(held[:, 7:], before[:, 7:])
+    assert max(deviations(held[:, 2:7].cpu())) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("tensor", "axes"),
+    [
+        (torch.ones(4, 5).T, (1,)),  # across memory
+        (torch.ones(3, 4, 5), (1,)),  # likewise
+        (torch.ones(4, 10)[:, ::2], (1,)),  # with gaps
+        (torch.ones(2, 3, 4).transpose(0, 1), (2,)),  # rows of rows
+        (torch.ones(1, 5).expand(4, 5), (1,)),  # one over the other
+        (torch.ones(4, 5, dtype=torch.float64), (1,)),
+        (torch.ones(4, 5, dtype=torch.bfloat16), (1,)),
+        (torch.ones(1, rows.LONGEST + 1), (1,)),
+    ],
+    ids=["transposed", "inner", "gaps", "two strides", "expanded", "float64", "bfloat16", "long"],
+)
+def test_the_kernel_refuses_what_it_cannot_do(tensor: Tensor, axes: tuple[int, ...], device: str):
+    assert not rows.project_(tensor.to(device), axes, fix_mean=True, fix_norm=True)
+
+
+def test_models_are_balanced_by_it(device: str, monkeypatch: pytest.MonkeyPatch):
+    model, plain = network().to(device), nero.balance_(network())
+    layers = [layer for layer in model if isinstance(layer, nn.Conv2d | nn.Linear)]
+    monkeypatch.setattr("nero.balance._wide", lambda view: view if view.dim() == 5 else pytest.fail("the other way"))
+    nero.balance_(model)  # the transposed convolution lies otherwise
+    assert len(layers) == 2
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
+
+
+def test_without_triton_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    rows.works.cache_clear()
+    assert not rows.works(torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, "nero.rows_kernel", None)
+    assert not rows.works(torch.device("cuda:0"))
+    rows.works.cache_clear()

@@ -8,11 +8,13 @@ import random
 import oracle
 import pytest
 import torch
+from conftest import INTERPRETED
 from torch import Tensor, nn
 
 import nero
+from nero import rows
 from nero.paper import baselines
-from nero.paper.baselines import Lamb, Madam, make, prime
+from nero.paper.baselines import Lamb, Madam, lamb, madam, make, prime
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
 #: Everyone but Nero, as it is made and as it is told by the oracle.
@@ -119,8 +121,9 @@ def give_gradients(model: nn.Module, step: int) -> dict[str, list[float] | None]
         values = [0.0 if still else chance.gauss(0, 1) * 10 ** chance.uniform(-3, 1) for _ in range(parameter.numel())]
         if name == "filters.weight":
             values[step] = 0.0
-        parameter.grad = torch.tensor(values, dtype=torch.float64).to(parameter.dtype).reshape(parameter.shape)
-        given[name] = parameter.grad.double().flatten().tolist()  # as rounded
+        grad = torch.tensor(values, dtype=torch.float64).to(parameter.dtype).reshape(parameter.shape)
+        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)  # in the parameter's layout
+        given[name] = grad.double().flatten().tolist()  # as rounded
     return given
 
 
@@ -132,7 +135,72 @@ def flat(parameter: Tensor) -> list[float]:
 @pytest.mark.parametrize("balanced", [False, True])
 @others
 def test_against_the_loops(name: str, options: dict, balanced: bool, dtype: torch.dtype):
-    model, lr = network(dtype), 0.25 if name == "madam" else 0.02
+    follow(network(dtype), name, options, balanced)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where Triton's kernels run here: on a GPU, or interpreted on the CPU."""
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        monkeypatch.setattr(rows, "works", lambda _: True)
+        monkeypatch.setattr(madam, "kernels_work", lambda _: True)
+        monkeypatch.setattr(lamb, "kernels_work", lambda _: True)
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize(("name", "options"), [case for case in OTHERS if case[0] in ("lamb", "madam")], ids=str)
+def test_kernels_against_the_loops(
+    name: str, options: dict, balanced: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
+):
+    for module in (lamb, madam):
+        monkeypatch.setattr(module, "BLOCK", 8)  # several programs a tensor
+    monkeypatch.setattr(lamb, "PROGRAMS", 2)
+    monkeypatch.setattr(lamb, "LARGE", 4)  # the others go the other way
+    if name == "madam":
+        monkeypatch.setattr(torch, "_foreach_sqrt", None)
+    model = network().to(kernels, memory_format=torch.channels_last)
+    assert not model["filters"].weight.is_contiguous()
+    follow(model, name, options, balanced)
+
+
+def test_large_tensors_take_the_kernels(kernels: str, monkeypatch: pytest.MonkeyPatch):
+    weights = [nn.Parameter(torch.ones(size, device=kernels)) for size in (3, 5)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    monkeypatch.setattr(lamb, "LARGE", 4)
+    monkeypatch.setattr(lamb, "PROGRAMS", 2)
+    took = []
+    kernel = lamb._by_kernels
+    monkeypatch.setattr(lamb, "_by_kernels", lambda options, each: took.append(len(each)) or kernel(options, each))
+    Lamb(weights, lr=0.1, betas=(0.0, 0.999)).step()
+    assert took == [1]
+    assert [flat(weight) for weight in weights] == [pytest.approx([0.9] * 3), pytest.approx([0.9] * 5)]
+    Lamb(weights[1:], lr=0.1).step()  # with none left for the other way
+    assert took == [1, 1]
+
+
+def test_a_kernel_keeps_what_is_no_number(kernels: str):
+    weight = nn.Parameter(torch.tensor([0.5, -0.5, 0.5], device=kernels))
+    weight.grad = torch.tensor([math.nan, math.inf, 1.0], device=kernels)
+    Madam([weight], lr=0.1).step()
+    assert weight.isnan().tolist() == [True, True, False]
+
+
+def test_what_lies_otherwise_goes_the_other_way(kernels: str, monkeypatch: pytest.MonkeyPatch):
+    """A gradient in another order than its weights, and a weight with gaps."""
+    monkeypatch.setattr(madam, "_launch", None)
+    for weight in (torch.ones(2, 3, device=kernels), torch.ones(3, 4, device=kernels)[:, :2]):
+        parameter = nn.Parameter(weight)
+        parameter.grad = torch.ones(weight.shape[::-1], device=kernels).T
+        Madam([parameter], lr=0.1).step()
+        assert flat(parameter) == pytest.approx([math.exp(-0.1)] * weight.numel())
+
+
+def follow(model: nn.Module, name: str, options: dict, balanced: bool) -> None:
+    """Six steps beside those of the loops."""
+    lr, dtype = 0.25 if name == "madam" else 0.02, next(model.parameters()).dtype
     before = [flat(parameter) for parameter in model.parameters()]
     optimiser = make(name, model, lr, **options, balanced=balanced)
     assert [flat(parameter) for parameter in model.parameters()] == before, "none is projected at initialisation"

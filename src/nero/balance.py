@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
+from nero import rows
 from nero.roles import Role, roles_of
 
 Radius: TypeAlias = float | Tensor
@@ -82,7 +83,8 @@ def balance_tensor_(
     """Balance, in place, every neuron of one parameter."""
     if role.kind == "neuron" and tensor.numel():
         view = role.view(tensor)
-        view.copy_(project(_wide(view), role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor)
+        if not rows.project_(view, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
+            view.copy_(project(_wide(view), role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor)
     return tensor
 
 

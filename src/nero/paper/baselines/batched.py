@@ -4,10 +4,11 @@ import copy
 import math
 import numbers
 from collections.abc import Callable
+from functools import cache
 from typing import Any, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Batched(torch.optim.Optimizer):
@@ -88,3 +89,34 @@ def check_lr(lr: object) -> None:
 def check_beta(name: str, beta: object) -> None:
     """Raise if what an average keeps in a step is no share of it."""
     check_number(name, beta, "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
+
+
+@cache
+def kernels_work(device: torch.device) -> bool:
+    """Whether Triton can compile and launch a kernel there."""
+    if device.type != "cuda":
+        return False
+    try:
+        from nero.paper.baselines import kernels
+
+        some = torch.zeros(16, device=device)
+        kernels.madam[(1,)](some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16)
+    except Exception:  # not installed, no compiler for its launcher, a GPU that it does not know, ...
+        return False
+    return True
+
+
+def alike(*tensors: Tensor) -> bool:
+    """Whether the entries of all lie in the same order and without gaps, as the kernels take them."""
+    first = tensors[0]
+    # without gaps, the last entry in memory is as far from the first as there are others
+    extent = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
+    if not 0 < first.numel() == extent + 1 < 2**31:
+        return False
+    return all(
+        type(each) in (Tensor, nn.Parameter)
+        and each.dtype == torch.float32
+        and each.stride() == first.stride()
+        and not each.is_neg()
+        for each in tensors
+    )

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero.paper.baselines.batched import Batched, check_beta, check_lr, check_number
+from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work
 
 #: No weight counts for more than this in the trust ratio.
 LARGEST_NORM = 10.0
+#: From so many weights on a tensor is worth two launches of its own.
+LARGE = 1 << 20
+#: Programs of the kernel that looks at a tensor, and the weights that one holds at a time.
+PROGRAMS, BLOCK = 1024, 1024
 
 
 class Lamb(Batched):
@@ -71,6 +75,15 @@ class Lamb(Batched):
     def update(
         self, options: dict[str, Any], weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
+        if kernels_work(weights[0].device):
+            every = list(zip(weights, grads, states, strict=True))
+            large = [each for each in every if each[0].numel() >= LARGE and alike(*each[:2], *each[2].values())]
+            if large:
+                _by_kernels(options, large)
+                every = [each for each in every if all(each[0] is not other[0] for other in large)]
+                if not every:
+                    return
+                weights, grads, states = (list(column) for column in zip(*every, strict=True))
         beta1, beta2 = options["betas"]
         averages = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
@@ -80,10 +93,35 @@ class Lamb(Batched):
         roots = torch._foreach_sqrt(squares)
         torch._foreach_add_(roots, options["eps"])
         updates = torch._foreach_div(averages, roots)
-
-        sizes = torch.stack(torch._foreach_norm(weights)).clamp(max=LARGEST_NORM)
-        lengths = torch.stack(torch._foreach_norm(updates))
-        trust = torch.where((sizes > 0) & (lengths > 0), sizes / lengths, 1.0)
-        lr = options["lr"]
-        rates = trust * (lr.reshape(()) if isinstance(lr, Tensor) else lr)
+        rates = _rates(options, torch.stack(torch._foreach_norm(weights)), torch.stack(torch._foreach_norm(updates)))
         torch._foreach_addcmul_(weights, updates, rates.unbind(), value=-1)
+
+
+def _rates(options: dict[str, Any], sizes: Tensor, lengths: Tensor) -> Tensor:
+    """What the updates are multiplied by, from the norms of tensors and of their updates."""
+    sizes = sizes.clamp(max=LARGEST_NORM)
+    trust = torch.where((sizes > 0) & (lengths > 0), sizes / lengths, 1.0)
+    lr = options["lr"]
+    return trust * (lr.reshape(()) if isinstance(lr, Tensor) else lr)
+
+
+def _by_kernels(options: dict[str, Any], each: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
+    """The step of large tensors in two passes, where the other way makes nine."""
+    from nero.paper.baselines import kernels
+
+    (beta1, beta2), eps = options["betas"], options["eps"]
+    sums = torch.empty(len(each), PROGRAMS, 2, device=each[0][0].device)
+    for (weight, grad, state), parts in zip(each, sums.unbind(), strict=True):
+        averages = state["exp_avg"], state["exp_avg_sq"]
+        betas = beta1, 1 - beta1, beta2, 1 - beta2
+        kernels.lamb_look[(PROGRAMS,)](
+            weight, grad, *averages, parts, weight.numel(), *betas, eps, PROGRAMS=PROGRAMS, BLOCK=BLOCK
+        )
+    sizes, lengths = sums.sum(1).sqrt().unbind(1)
+    rates = _rates(options, sizes, lengths).to(torch.float32)
+    for (weight, _, state), rate in zip(each, rates.unbind(), strict=True):
+        count = weight.numel()
+        kernels.lamb_move[(-(-count // BLOCK),)](
+            weight, state["exp_avg"], state["exp_avg_sq"], rate, count, eps, BLOCK=BLOCK
+        )
+    torch.autograd.graph.increment_version([weight for weight, _, _ in each])  # which torch has not seen change

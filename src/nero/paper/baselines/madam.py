@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero.paper.baselines.batched import Batched, check_beta, check_lr, check_number
+from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work
+
+#: Weights to a program of the kernel.
+BLOCK = 1024
 
 
 class Madam(Batched):
@@ -79,12 +82,18 @@ class Madam(Batched):
         steps = [state["step"] for state in states]
         limits = [state["limit"] for state in states]
         torch._foreach_add_(steps, 1)
-        torch._foreach_mul_(squares, beta)
-        torch._foreach_addcmul_(squares, grads, grads, value=1 - beta)
-
         # 1 - β^t by expm1: the subtraction would cost float32 three digits at the first step
         decay = math.log(beta) if beta else -math.inf
         corrections = torch.expm1(torch.stack(steps).to(dtype) * decay).neg().sqrt()
+        if kernels_work(device) and all(map(alike, weights, grads, squares)):
+            rate = lr.to(device, dtype) if isinstance(lr, Tensor) else torch.full((), lr, dtype=dtype, device=device)
+            for each in zip(weights, grads, squares, corrections.unbind(), limits, strict=True):
+                _launch(*each, rate, beta, clip)
+            torch.autograd.graph.increment_version(weights)  # which torch has not seen change
+            return
+
+        torch._foreach_mul_(squares, beta)
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - beta)
         roots = torch._foreach_sqrt(squares)
         torch._foreach_clamp_min_(roots, torch.finfo(dtype).tiny)  # below any root but zero: 0/0 = 0
         turns = torch._foreach_div(grads, roots)
@@ -98,3 +107,22 @@ class Madam(Batched):
         torch._foreach_mul_(weights, turns)
         torch._foreach_clamp_max_(weights, limits)
         torch._foreach_clamp_min_(weights, [-limit for limit in limits])
+
+
+def _launch(
+    weight: Tensor,
+    grad: Tensor,
+    square: Tensor,
+    correction: Tensor,
+    limit: float,
+    lr: Tensor,
+    beta: float,
+    clip: float,
+) -> None:
+    """The step of one tensor in one pass, where the above makes twenty."""
+    from nero.paper.baselines import kernels
+
+    count, tiny = weight.numel(), torch.finfo(weight.dtype).tiny
+    kernels.madam[(-(-count // BLOCK),)](
+        weight, grad, square, correction, lr, count, beta, 1 - beta, clip, limit, tiny, BLOCK=BLOCK
+    )

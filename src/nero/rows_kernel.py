@@ -23,7 +23,7 @@ def project(
     peak = tl.max(size, 0)
     broken = tl.sum((~(size <= LARGEST)).to(tl.int32), 0)
     possible = (peak > 0) & (broken == 0)
-    unit = w / tl.where(possible, peak, 1.0)
+    unit = tl.div_rn(w, tl.where(possible, peak, 1.0) + tl.zeros([WIDTH], tl.float32))
     square = tl.sum(unit * unit, 0)
     if FIX_MEAN:
         unit = tl.where(here, unit - tl.sum(unit, 0) / fan_in, 0.0)

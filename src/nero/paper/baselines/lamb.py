@@ -12,7 +12,7 @@ from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, c
 #: No weight counts for more than this in the trust ratio.
 LARGEST_NORM = 10.0
 #: From so many weights on a tensor is worth two launches of its own.
-LARGE = 1 << 20
+LARGE = 1 << 19
 #: Programs of the kernel that looks at a tensor, and the weights that one holds at a time.
 PROGRAMS, BLOCK = 1024, 1024
 

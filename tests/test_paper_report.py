@@ -155,7 +155,7 @@ def test_what_diverged_is_marked_in_the_search_and_by_epoch_and_precision():
     made = [diverged(record("mnist-deep", "nero", 0.1, 0, 0.5, precision=kind)) for kind in ("float32", "tf32")]
     found = tables.of_task("mnist-deep", Runs(made))
     assert rows(found["search"])[3] == ["Nero", "0.1", "9.88†", "10.44", "9.80†", "10.28"]
-    assert rows(found["precision"])[0][3:] == ["9.88†", "9.88†", "90.20†", "90.20†"]
+    assert rows(found["precision"])[0][4:] == ["9.88†", "9.88†", "90.20†", "90.20†"]
     assert found["search"].endswith(MARKED)
     assert found["precision"].endswith(MARKED)
     made = [diverged(record("mnist-reparameterised", "sigma-1", 0.01, seed, 0.98)) for seed in range(3)]
@@ -175,7 +175,7 @@ def test_float32_counts_and_the_others_stand_beside_it():
     for records in (made, made[::-1]):
         assert vgg(*records)[0][2:6] == ["11.00", "13.00", "not run", "12.00 ± 1.00 (2 seeds)"]
         assert vgg(*records)[0][-1] == "float32, tf32"
-        assert vgg(*records, table="precision") == [["Nero", "0.01", "0", "91.00", "90.00", "11.00", "12.00"]]
+        assert vgg(*records, table="precision") == [["Nero", "0.01", "0", "199", "91.00", "90.00", "11.00", "12.00"]]
         assert [line[3] for line in vgg(*records, table="runs")] == ["float32", "tf32", "tf32"]
     assert "No run was made" in tables.of_task("cifar10-vgg11", Runs(made[2:]))["precision"]
 
@@ -183,7 +183,19 @@ def test_float32_counts_and_the_others_stand_beside_it():
 def test_a_precision_that_is_missing_is_not_run():
     made = [record(*NERO, seed, 0.88, precision=kind) for seed in (0, 1) for kind in ("float32", "tf32")]
     made.append(record(*NERO, 0, 0.88, precision="bfloat16"))
-    assert vgg(*made, table="precision")[1][3:] == ["90.00", "not run", "90.00", "12.00", "not run", "12.00"]
+    assert vgg(*made, table="precision")[1][4:] == ["90.00", "not run", "90.00", "12.00", "not run", "12.00"]
+
+
+def test_a_short_run_in_another_precision_stands_beside_the_same_epoch():
+    short, full = record(*NERO, 0, 0.5, epochs=20), record(*NERO, 0, 0.88, precision="tf32")
+    shorter = record(*NERO, 0, 0.3, epochs=10, finished="2027-01-01")
+    for records in ([short, full, shorter], [shorter, full, short]):
+        (line,) = vgg(*records, table="precision")
+        assert line[:5] == ["Nero", "0.01", "0", "20", "52.00"]
+        beside = full["curve"]["train_accuracy"][19], 1 - full["curve"]["test_accuracy"][19]
+        assert [line[5], line[7]] == [f"{100 * value:.2f}" for value in beside]
+        assert line[6] == "50.00"
+    assert vgg(short, full)[0][2] == "12.00"  # and counts for nothing else
 
 
 def test_of_repeated_runs_the_latest_counts():

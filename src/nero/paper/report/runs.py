@@ -4,7 +4,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from nero.paper.record import StoreError
@@ -66,6 +66,11 @@ class Run:
         """Whether the loss was not finite in the end."""
         return self.lost[-1]
 
+    def until(self, epoch: int) -> "Run":
+        """The run as it stood after that epoch."""
+        curves = {measure: values[:epoch] for measure, values in self.curves.items()}
+        return replace(self, epochs=epoch, curves=curves, lost=self.lost[:epoch])
+
 
 class Runs:
     """The runs of some records, sorted, with the few questions that tables and figures ask of them.
@@ -82,6 +87,7 @@ class Runs:
         read = [_read(record) for record in records]
         self.elsewhere = Counter(run.task for run in read if run.task not in known)
         ours = [run for run in read if run.task in known]
+        self._ours = sorted(ours, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in ours if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in ours if run.epochs == known[run.task].epochs), key=_order)
         self._counted: dict[tuple[str, str, float, int], Run] = {}
@@ -106,11 +112,19 @@ class Runs:
         return sorted({rate for task, name, rate, _ in self._counted if (task, name) == (row.task, row.optimiser)})
 
     def in_several_precisions(self, task: str) -> list[list[Run]]:
-        """Runs that differ in nothing but their precision, together; of repeated ones the latest."""
+        """Runs that differ in nothing but their precision, each as it stood after the last epoch that all of them have.
+
+        Short ones are among them; of repeated ones the longest counts, and of those the latest.
+        """
         groups: dict[tuple[str, float, int], dict[str, Run]] = {}
-        for run in sorted(self.of(task), key=lambda run: run.finished):
-            groups.setdefault((run.optimiser, run.rate, run.seed), {})[run.precision] = run
-        found = [sorted(group.values(), key=_worth, reverse=True) for group in groups.values() if len(group) > 1]
+        for run in self._ours:
+            if run.task == task:
+                groups.setdefault((run.optimiser, run.rate, run.seed), {})[run.precision] = run
+        found = []
+        for group in groups.values():
+            if len(group) > 1:
+                epoch = min(run.epochs for run in group.values())
+                found.append(sorted((run.until(epoch) for run in group.values()), key=_worth, reverse=True))
         return sorted(found, key=lambda group: _order(group[0]))
 
 

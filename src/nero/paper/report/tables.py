@@ -103,7 +103,7 @@ def epochs(facts: Published, runs: Runs) -> str:
 
 
 def precision(facts: Published, runs: Runs) -> str:
-    """Final values of runs that differ in nothing but their precision, side by side."""
+    """Runs that differ in nothing but their precision, side by side, after the last epoch that they have in common."""
     groups = runs.in_several_precisions(facts.task)
     if not groups:
         return "No run was made in more than one precision."
@@ -112,9 +112,10 @@ def precision(facts: Published, runs: Runs) -> str:
     for group in groups:
         by_kind = {run.precision: run for run in group}
         ends = [_end(by_kind.get(kind), measure) for measure in MEASURES for kind in kinds]
-        lines.append((name_of(group[0].optimiser), f"{group[0].rate:g}", str(group[0].seed), *ends))
+        first = group[0]
+        lines.append((name_of(first.optimiser), f"{first.rate:g}", str(first.seed), str(first.epochs), *ends))
     header = (f"{words}, {kind}" for words in MEASURES.values() for kind in kinds)
-    return _markdown((_who(facts), "rate", "seed", *header), lines)
+    return _markdown((_who(facts), "rate", "seed", "after epoch", *header), lines)
 
 
 def every_run(facts: Published, runs: Runs) -> str:

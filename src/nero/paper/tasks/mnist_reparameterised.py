@@ -26,6 +26,6 @@ task = Task(
     batch=250,
     schedule=constant,
     metric="train_accuracy",
-    seconds=(None, 124),
+    seconds=(1.2, 124),
     side_by_side=6,
 )

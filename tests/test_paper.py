@@ -36,7 +36,7 @@ from nero.paper.protocol import Contender, SettingError, Task, best_rate, consta
 from nero.paper.record import Store, StoreError, read_records, write_whole
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
-from nero.paper.training import Training, _precision
+from nero.paper.training import LAG, Training, _precision
 
 CPU = torch.device("cpu")
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -151,6 +151,38 @@ def test_a_tasks_network_learns():
         training.advance()
     assert training.curve["train_accuracy"][-1] > 0.8
     assert training.curve["train_loss"][-1] < training.curve["train_loss"][0]
+
+
+@pytest.mark.parametrize("lag", [1, 2, 99])
+def test_an_epochs_numbers_may_come_late(lag, monkeypatch):
+    """As on a GPU, where nobody waits for them: they are the same, come once each, and are in what is kept."""
+    data, settings = made(), TINY.settings("nero")
+    at_once = Training(TINY, settings, data)
+    monkeypatch.setitem(LAG, "cpu", lag)
+    late = Training(TINY, settings, data)
+    came = []
+    while not at_once.finished:
+        at_once.advance()
+        late.advance()
+        assert at_once.fresh == (at_once.step == 0)
+        if late.fresh:
+            came.append((late.epoch, late.step))
+            assert late.curve == at_once.curve
+            assert len(late.curve["train_loss"]) == late.epoch
+        if late.step == 0:
+            assert (len(late.curve["train_loss"]) == late.epoch) == late.finished
+    steps = min(lag, late.steps_an_epoch - 1)
+    assert came == [*((epoch, steps) for epoch in range(1, settings.epochs)), (settings.epochs, 0)]
+    again = Training(TINY, settings, data)
+    while again.epoch == 0:
+        again.advance()
+    assert not again.curve["train_loss"]
+    state = again.state()
+    assert state["curve"]["train_loss"] == at_once.curve["train_loss"][:1]
+    resumed = Training(TINY, settings, data, state)
+    while not resumed.finished:
+        resumed.advance()
+    assert resumed.curve == at_once.curve
 
 
 @pytest.mark.parametrize("contender", TINY.contenders)

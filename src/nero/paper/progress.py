@@ -88,12 +88,12 @@ class Display:
 
     def stepped(self, training: Training) -> None:
         now = time.monotonic()
-        if training.step == 0:
+        if training.fresh:
             self._write_epoch(training)
         elif training.device.type != "cpu" or now - self._shown < GLANCE:
             return  # to look into an epoch under way, a GPU would have to be waited for
         self._shown = now
-        metric = _last(training) if training.step == 0 else f"train {training.accuracy_so_far():.2%} so far"
+        metric = _last(training) if training.fresh else f"train {training.accuracy_so_far():.2%} so far"
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now

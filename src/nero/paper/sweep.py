@@ -29,7 +29,7 @@ class Watch(Protocol):
         """A run starts, or goes on."""
 
     def stepped(self, training: Training) -> None:
-        """It made a step; if that was the last of an epoch, ``training.step`` is 0."""
+        """It made a step; ``training.fresh`` says whether an epoch's numbers came in with it."""
 
     def ended(self, training: Training) -> None:
         """It is done and recorded."""

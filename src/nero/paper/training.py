@@ -19,6 +19,8 @@ from nero.paper.protocol import Precision, Settings, Task
 WARM_UP = 3
 #: How many test images are looked at together.
 LOOK = 1000
+#: How many steps of the next epoch are under way when the last one's numbers are waited for, lest a GPU stand still.
+LAG = {"cuda": 8, "cpu": 0}
 #: What is known of a run after each epoch.
 CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
@@ -43,6 +45,7 @@ class Training:
         self.steps_an_epoch = math.ceil(len(data.train.labels) / task.batch)
         self.epoch = self.step = 0
         self.curve: dict[str, list[float | None]] = {name: [] for name in CURVES}
+        self.fresh = False  # whether the last step brought an epoch's numbers
         self.beside = 1  # how many runs there were at a time, at most
         self.resumed = 0  # how often it was broken off
         self._spent, self._since = 0.0, time.perf_counter()
@@ -50,6 +53,8 @@ class Training:
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._inputs = self._labels = torch.empty(0)
+        self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
+        self._pending: Tensor | None = None
         with self._on_stream():
             self._build()
             if state is not None:
@@ -73,7 +78,7 @@ class Training:
         return self.epoch * self.steps_an_epoch + self.step
 
     def advance(self) -> None:
-        """Make one step; with the last of an epoch, look at the test set."""
+        """Make one step; after the last of an epoch, look at the test set, and a few steps on, at what came of it."""
         with self._on_stream():
             if self.step == 0:
                 self._begin_epoch()
@@ -83,6 +88,9 @@ class Training:
             self.step += 1
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
+        self.fresh = self._pending is not None and (self.step == self._lag or self.finished)
+        if self.fresh:
+            self._read()
 
     def accuracy_so_far(self) -> float:
         """The training accuracy of the epoch under way; waits for the device."""
@@ -92,6 +100,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """All that is needed to go on from here, as tensors and plain Python."""
+        self._read()
         with self._on_stream():
             return {
                 "epoch": self.epoch,
@@ -186,11 +195,23 @@ class Training:
 
     def _end_epoch(self) -> None:
         self._inputs = self._labels = torch.empty(0)
-        totals = torch.stack([self.totals, self._look()]).tolist()  # the host waits here, once an epoch
-        for name, (loss, correct, count) in zip(("train", "test"), totals, strict=True):
+        totals = torch.stack([self.totals, self._look()])
+        self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
+        self._pending.copy_(totals, non_blocking=True)
+        if self._stream is not None:
+            self._there = self._stream.record_event()
+        self.epoch, self.step = self.epoch + 1, 0
+
+    def _read(self) -> None:
+        """Take up the numbers of an epoch that is over; the host waits here, if anywhere."""
+        if self._pending is None:
+            return
+        if self._stream is not None:
+            self._there.synchronize()
+        for name, (loss, correct, count) in zip(("train", "test"), self._pending.tolist(), strict=True):
             self.curve[f"{name}_loss"].append(_finite(loss / count))
             self.curve[f"{name}_accuracy"].append(correct / count)
-        self.epoch, self.step = self.epoch + 1, 0
+        self._pending = None
 
     @torch.no_grad()
     def _look(self) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import nero
-from nero.paper.data import Dataset, Images, load
+from nero.paper.data import Images, Pictures, load
 from nero.paper.protocol import Precision, Task
 from nero.paper.tasks import TASKS
 from nero.paper.training import Training
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
     precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
-    whole = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED)}
+    whole = {name: pictures(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED)}
     for name in TIMED:
         task = TASKS[name]
         data = part(whole[task.dataset], share, task.batch).to(device)
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def time_cells(
-    task: Task, cells: list[tuple[str, float]], data: Dataset, precision: Precision, epochs: int, larger: float
+    task: Task, cells: list[tuple[str, float]], data: Pictures, precision: Precision, epochs: int, larger: float
 ) -> Row:
     """Seconds an epoch of runs side by side, after the first; all the data is so many times larger than this."""
     start = time.perf_counter()
@@ -196,7 +196,14 @@ def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tens
         yield from DataLoader(Examples(), batch_size=batch, shuffle=True)
 
 
-def part(data: Dataset, share: float, batch: int) -> Dataset:
+def pictures(name: str, folder: Path | None) -> Pictures:
+    """A data set, which of those that are timed is one of images."""
+    found = load(name, folder)
+    assert isinstance(found, Pictures)
+    return found
+
+
+def part(data: Pictures, share: float, batch: int) -> Pictures:
     """The first images of a data set, at least a few batches."""
 
     def first(images: Images, least: int) -> Images:

@@ -25,11 +25,13 @@ from rich.console import Console
 
 import nero
 from nero.paper import cli, progress, record, sweep
-from nero.paper.data import Dataset, Images
+from nero.paper.data import Images, Pictures
 from nero.paper.data.augment import crop_flip_rotate
+from nero.paper.data.corpus import numbered
 from nero.paper.models.dropout import Dropout
 from nero.paper.models.mlp import ScaledReLU, mlp, reparameterised
 from nero.paper.models.resnet import resnet18
+from nero.paper.models.transformer import language_model
 from nero.paper.models.vgg import vgg11
 from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
@@ -43,7 +45,10 @@ MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / 
 
 
 def made(name="cifar10", examples=20, tests=10, seed=0):
-    """Labelled noise in a data set's shape, each class a little brighter than the one before."""
+    """Labelled noise in a data set's shape, each class a little brighter than the one before; or some words."""
+    if name == "wikitext2":
+        text = [f"word{i * i % 7}" for i in range(20 * 36 * examples // 20 + 1)]
+        return numbered(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
     shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[name]
     generator = torch.Generator().manual_seed(seed)
 
@@ -53,7 +58,7 @@ def made(name="cifar10", examples=20, tests=10, seed=0):
         return Images((noise + 15 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
 
     channels = shape[0]
-    return Dataset(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
+    return Pictures(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
 
 
 class Watch:
@@ -127,18 +132,21 @@ def result(record):
 )
 def test_every_task_trains(name, contender, tmp_path):
     task = replace(TASKS[name], batch=4)
-    trained = Training(task, task.settings(contender, epochs=1), made(task.dataset, examples=6, tests=5))
+    data = made(task.dataset, examples=6 if task.dataset != "wikitext2" else 20, tests=5)
+    task = task if task.dataset != "wikitext2" else replace(task, batch=10, model=partial(language_model, 7))
+    trained = Training(task, task.settings(contender, epochs=1), data)
     before = [value.detach().clone() for value in trained.model.parameters()]
     while not trained.finished:
         trained.advance()
-    assert trained.steps_done == 2  # four, and the two that are left
+    assert trained.steps_done == 2  # four, and the two that are left; of words, twice ten rows
     moved = [not torch.equal(now, was) for now, was in zip(trained.model.parameters(), before, strict=True)]
     assert any(moved)
     assert all(value.isfinite().all() for value in trained.model.parameters())
     found = Store(tmp_path).finish(trained)
     assert {len(values) for values in found["curve"].values()} == {1}
-    assert found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
-    assert found["batch"] == 4
+    assert set(found["curve"]) == {f"{part}_{what}" for part in ("train", *data.parts) for what in ("loss", "accuracy")}
+    assert task.dataset == "wikitext2" or found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
+    assert found["batch"] == task.batch
     assert found == {key: value for key, value in read_records(tmp_path)[0].items() if key != "path"}
     balanced = {"nero", "nero-both", "lamb-balanced", "madam-balanced"}
     assert nero.is_balanced(trained.model) == (contender in balanced)
@@ -151,6 +159,61 @@ def test_a_tasks_network_learns():
         training.advance()
     assert training.curve["train_accuracy"][-1] > 0.8
     assert training.curve["train_loss"][-1] < training.curve["train_loss"][0]
+
+
+def test_the_language_model_is_torchs_without_layer_norm():
+    torch.manual_seed(0)
+    ours = language_model(50, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.2).eval()
+    embedding, *blocks, decoder = ours
+    words = torch.randint(50, (4, 7))
+    places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
+    waves = torch.zeros(7, 12)
+    waves[:, 0::2], waves[:, 1::2] = places.sin(), places.cos()
+    theirs = embedding.words.weight[words] * math.sqrt(12) + waves
+    for block in blocks:
+        layer = nn.TransformerEncoderLayer(12, 3, 8, dropout=0.0, batch_first=True)
+        layer.norm1 = layer.norm2 = nn.Identity()
+        attention, (first, _, _, second, _) = block.attention[0], block.feed_forward
+        torchs = layer.self_attn
+        pairs = (
+            (torchs.in_proj_weight, attention.into.weight), (torchs.in_proj_bias, attention.into.bias),
+            (torchs.out_proj.weight, attention.out.weight), (torchs.out_proj.bias, attention.out.bias),
+            (layer.linear1.weight, first.weight), (layer.linear1.bias, first.bias),
+            (layer.linear2.weight, second.weight), (layer.linear2.bias, second.bias),
+        )  # fmt: skip
+        with torch.no_grad():
+            for copy, value in pairs:
+                copy.copy_(value)
+        theirs = layer(theirs, src_mask=nn.Transformer.generate_square_subsequent_mask(7))
+    torch.testing.assert_close(ours(words), decoder(theirs))
+
+
+def test_the_language_model_has_the_papers_tensors():
+    model = language_model()
+    assert len(list(model.parameters())) == 19
+    for weight in (model[0].words.weight, model[-1].weight):
+        assert weight.shape == (33278, 200)
+        assert 0.0999 < weight.abs().max() <= 0.1
+    assert {role.kind for role in nero.roles_of(model).values()} == {"neuron", "bias"}
+    assert not model[-1].bias.any()
+    dropouts = [module.keep for module in model.modules() if isinstance(module, Dropout)]
+    assert dropouts == [0.8] * 9
+
+
+def test_a_language_model_learns_what_follows_what():
+    task = replace(
+        TASKS["wikitext2"], model=partial(language_model, 7, width=32, hidden=32, dropout=0.0), schedule=constant
+    )
+    data = made("wikitext2", examples=200)
+    training = Training(task, task.settings("nero", epochs=20), data)
+    while not training.finished:
+        training.advance()
+    curve = training.curve
+    assert curve["train_accuracy"][0] < 0.5
+    assert curve["train_accuracy"][-1] > 0.8  # which takes more than the word before
+    assert min(curve["valid_loss"]) < 0.5 * curve["valid_loss"][0]
+    assert best_rate(task, [{"curve": {"valid_loss": [loss]}, "lr": lr, "optimiser": "nero"} for loss, lr in
+                            ((2.0, 0.1), (1.0, 0.01), (None, 1.0), (1.5, 0.001))]) == 0.01  # fmt: skip
 
 
 @pytest.mark.parametrize("lag", [1, 2, 99])

@@ -445,6 +445,23 @@ def test_a_graph_captures_the_first_step(name: str, options: dict, balanced: boo
         torch.testing.assert_close(there.detach().cpu(), here.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("clip", [0.5, 1e9])
+def test_sgd_shortens_the_gradient_of_all_weights_together(clip: float):
+    models = network(torch.float64), network(torch.float64)
+    plain, clipped = make("sgd", models[0], 0.1), make("sgd", models[1], 0.1, clip=clip)
+    before = [flat(parameter) for parameter in models[0].parameters()]
+    given, _ = (give_gradients(model, 1) for model in models)
+    norm = length([x for values in given.values() for x in values or ()])
+    share = min(1.0, clip / norm)
+    plain.step()
+    clipped.step()
+    for was, whole, part in zip(before, models[0].parameters(), models[1].parameters(), strict=True):
+        wanted = [x + share * (y - x) for x, y in zip(was, flat(whole), strict=True)]
+        assert flat(part) == pytest.approx(wanted, rel=1e-5, abs=1e-7)
+    with pytest.raises(ValueError, match="clip must be finite and positive"):
+        make("sgd", models[0], 0.1, clip=0.0)
+
+
 # -- by name -----------------------------------------------------------------------------------
 
 

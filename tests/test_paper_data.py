@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 import os
+import re
 import struct
 import tarfile
 import threading
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nero.paper.data import FILES, DataError, Dataset, Images, augment, download, load, sources
+from nero.paper.data import FILES, DataError, Images, Pictures, augment, corpus, download, load, sources
 from nero.paper.data.augment import crop_flip_rotate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -30,7 +31,7 @@ REAL = os.environ.get("NERO_DATA")
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch):
     """No network, and no folder of the user's, unless a test says so."""
-    monkeypatch.setattr(sources, "HOMES", {"mnist": (), "cifar10": ()})
+    monkeypatch.setattr(sources, "HOMES", {"mnist": (), "cifar10": (), "wikitext2": ()})
     for variable in ("NERO_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("no_proxy", "*")
@@ -129,7 +130,7 @@ def test_cifar10_is_read(tmp_path: Path, put, monkeypatch: pytest.MonkeyPatch, i
 @pytest.mark.parametrize("device", DEVICES)
 def test_normalised(device: str):
     images = Images(torch.randint(256, (5, 3, 4, 6), dtype=torch.uint8), torch.arange(5))
-    dataset = Dataset("made", images, images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4)).to(device)
+    dataset = Pictures("made", images, images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4)).to(device)
     assert dataset.train.pixels.device.type == dataset.test.labels.device.type == device
     before = dataset.train.pixels.clone()
     mean = torch.tensor(dataset.mean, dtype=torch.float64).view(3, 1, 1)
@@ -672,3 +673,80 @@ def test_rotates_as_pillow(monkeypatch: pytest.MonkeyPatch, angle: float, size: 
 def test_bad_arguments_raise(options: dict, says: str):
     with pytest.raises(ValueError, match=says):
         crop_flip_rotate(**{"pixels": bytes_at_random(2, 3, 4, 4), "generator": seeded(), **options})
+
+
+# -- words -------------------------------------------------------------------------------------
+
+
+def test_rows_are_a_text_cut_into_streams():
+    """Against the plainest way: a stream after the other, and in each a row after the other."""
+    text = torch.arange(1000, 1107)
+    rows = corpus.cut(text, streams=3, length=4)
+    streams = [text[35 * i : 35 * (i + 1)].tolist() for i in range(3)]  # two words are left over
+    steps = [[stream[k : k + 4] for stream in streams] for k in range(0, 34, 4)]
+    after = [[stream[k + 1 : k + 5] for stream in streams] for k in range(0, 34, 4)]
+    found = [(words, labels) for words, labels in zip(rows.words.tolist(), rows.labels.tolist(), strict=True)]
+    wanted = [pair for inputs, labels in zip(steps, after, strict=True) for pair in zip(inputs, labels, strict=True)]
+    assert len(found) == len(wanted) == 27
+    for (words, labels), (inputs, following) in zip(found, wanted, strict=True):
+        known = len(following)
+        assert labels == following + [corpus.NOTHING] * (4 - known)
+        assert words[:known] == inputs[:known]
+
+
+def test_words_are_numbered_as_they_come_up():
+    found = corpus.numbered("made", ["b", "a", "b"] * 20, ["a", "c"] * 20, ["d"] * 20)
+    assert found.vocabulary == ("b", "a", "c", "d")
+    assert found.parts == ("valid", "test")
+    assert found.test.words.unique().tolist() == [0, 3]  # and what fills rows up, which no label asks for
+    assert set(found.valid.labels.unique().tolist()) == {corpus.NOTHING, 1, 2}
+    words, labels = found.epoch(torch.Generator(), None)
+    assert len(words) == found.examples == 20
+    assert torch.equal(words, found.train.words)
+    assert torch.equal(labels, found.train.labels)
+    for part in found.parts:
+        both = list(found.batches(part))
+        assert torch.equal(torch.cat([words for words, _ in both]), getattr(found, part).words)
+        assert torch.equal(torch.cat([labels for _, labels in both]), getattr(found, part).labels)
+    assert found.to("cpu").device == torch.device("cpu")
+
+
+def test_a_line_ends_with_a_mark_and_with_nothing_but_a_newline():
+    text = " = A \u2028 title = \n\n word\x85 \x0b two \n" + "x \n" * 20
+    assert corpus.words(text.encode(), "made")[:9] == ["=", "A", "title", "=", "<eos>", "<eos>", "word", "two", "<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a word \xff here", "made.txt is not UTF-8: byte 7 is 0xff. Save it as UTF-8"),
+        (b"", "made.txt has 1 words, and a text needs more than 20"),
+        (b"few words\n", "made.txt has 3 words, and a text needs more than 20"),
+    ],
+)
+def test_a_text_that_is_none(content: bytes, message: str):
+    with pytest.raises(DataError, match=re.escape(message)):
+        corpus.words(content, "made.txt")
+
+
+def test_the_corpus_is_found_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "wikitext-2"
+    folder.mkdir()
+    for name, word in zip(sources.WIKITEXT2, "abc", strict=True):
+        content = f" {word} word \n".encode() * 30
+        (folder / name).write_bytes(content)
+        monkeypatch.setitem(FILES, name, f"sha256:{hashlib.sha256(content).hexdigest()}")
+    found = load("wikitext2", tmp_path)
+    assert found.vocabulary == ("a", "word", "<eos>", "b", "c")
+    assert found.name == "wikitext2"
+    (folder / "valid.txt").write_bytes(b"another")
+    with pytest.raises(DataError, match=r"valid\.txt is broken or incomplete: it has 7 bytes"):
+        load("wikitext2", tmp_path)
+
+
+@pytest.mark.skipif(not REAL or not Path(REAL, "wikitext-2").is_dir(), reason="no WikiText-2: set NERO_DATA")
+def test_the_real_corpus():
+    found = load("wikitext2", Path(REAL))
+    assert len(found.vocabulary) == 33278
+    assert found.examples == 20 * 2984
+    assert int((found.train.labels >= 0).sum()) == 20 * (2_088_628 // 20 - 1)

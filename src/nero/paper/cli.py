@@ -46,7 +46,7 @@ PrecisionOption = Annotated[str, typer.Option("--precision", help="of matrix pro
 @app.command("list")
 def list_tasks() -> None:
     """What there is to run, what it shows, and how long it takes."""
-    line = "{:23}{:29}{:9}{:10}{}"
+    line = "{:23}{:29}{:11}{:11}{}"
     console.print(line.format("TASK", "OF THE PAPER", "DATA", "ON A GPU", "ON A CPU"))
     for task in TASKS.values():
         times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]

@@ -1,5 +1,6 @@
 """How runs get on: bars in a terminal, lines in a log, TensorBoard's files beside the records."""
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ class Display:
         elif training.device.type != "cpu" or now - self._shown < GLANCE:
             return  # to look into an epoch under way, a GPU would have to be waited for
         self._shown = now
-        metric = _last(training) if training.fresh else f"train {training.accuracy_so_far():.2%} so far"
+        metric = _last(training) if training.fresh else f"train {_told(training, *training.so_far())} so far"
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now
@@ -148,5 +149,15 @@ def duration(seconds: float) -> str:
 
 
 def _last(training: Training) -> str:
-    train, test = (training.curve[f"{part}_accuracy"][-1] for part in ("train", "test"))
-    return f"train {train:.2%}, test {test:.2%}"
+    """The numbers of the last epoch."""
+    curve = training.curve
+    parts = [name.removesuffix("_loss") for name in curve if name.endswith("_loss")]
+    told = {part: _told(training, curve[f"{part}_loss"][-1], curve[f"{part}_accuracy"][-1]) for part in parts}
+    return ", ".join(f"{part} {value}" for part, value in told.items())
+
+
+def _told(training: Training, loss: float | None, accuracy: float | None) -> str:
+    """As people speak of it: perplexity where the loss counts, else accuracy."""
+    if not training.task.metric.endswith("loss"):
+        return f"{accuracy:.2%}"
+    return "diverged" if loss is None else f"perplexity {math.exp(min(loss, 700)):.2f}"

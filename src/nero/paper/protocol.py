@@ -51,10 +51,10 @@ class Task:
         grid: the learning rates searched.
         epochs, batch: how long, and how many examples a step.
         schedule: the factor of the learning rate at each step.
-        metric: what decides which rate is best, of the last epoch.
+        metric: what decides which rate is best, of the last epoch: the highest accuracy, or the lowest loss.
         augment: what is done to the training images in each epoch.
-        seconds: what a run alone takes, in float32, on an NVIDIA H200 (None: not timed yet) and on two cores of a
-            Neoverse-N1.
+        seconds: what a run alone takes, in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1; None: not
+            timed yet.
         side_by_side: how many runs one such GPU does well at a time.
     """
 
@@ -68,8 +68,8 @@ class Task:
     epochs: int
     batch: int
     schedule: Schedule
-    metric: Literal["train_accuracy", "test_accuracy"]
-    seconds: tuple[float | None, float]
+    metric: Literal["train_accuracy", "test_accuracy", "valid_loss"]
+    seconds: tuple[float | None, float | None]
     augment: Augment | None = None
     side_by_side: int = 4
 
@@ -123,6 +123,7 @@ def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
 
     def worth(record: dict[str, Any]) -> tuple[float, bool, float]:
         last = record["curve"][task.metric][-1]
+        last = -last if last is not None and task.metric.endswith("loss") else last
         papers = record["lr"] == task.contenders[record["optimiser"]].best
         return (-math.inf if last is None else last, papers, -record["lr"])
 
@@ -144,7 +145,11 @@ def warm_up_then_drop(warm_up: int, factor: float, at: tuple[int, ...]) -> Sched
 
     def schedule(step: int, steps_an_epoch: int) -> float:
         rising = (step + 1) / (warm_up * steps_an_epoch)
-        dropped = sum(step >= epoch * steps_an_epoch for epoch in at)
-        return min(1.0, rising) * factor**dropped
+        return min(1.0, rising) * drop(factor, at)(step, steps_an_epoch)
 
     return schedule
+
+
+def drop(factor: float, at: tuple[int, ...]) -> Schedule:
+    """A rate that is multiplied by the factor at some epochs."""
+    return lambda step, steps_an_epoch: factor ** sum(step >= epoch * steps_an_epoch for epoch in at)

@@ -17,12 +17,8 @@ from nero.paper.protocol import Precision, Settings, Task
 
 #: Steps before a graph is captured: libraries choose their kernels, and Nero's are compiled.
 WARM_UP = 3
-#: How many test images are looked at together.
-LOOK = 1000
 #: How many steps of the next epoch are under way when the last one's numbers are waited for, lest a GPU stand still.
 LAG = {"cuda": 8, "cpu": 0}
-#: What is known of a run after each epoch.
-CURVES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 
 
 class Training:
@@ -42,9 +38,12 @@ class Training:
     def __init__(self, task: Task, settings: Settings, data: Dataset, state: dict[str, Any] | None = None) -> None:
         self.task, self.settings, self.data = task, settings, data
         self.device = data.device
-        self.steps_an_epoch = math.ceil(len(data.train.labels) / task.batch)
+        self.steps_an_epoch = math.ceil(data.examples / task.batch)
         self.epoch = self.step = 0
-        self.curve: dict[str, list[float | None]] = {name: [] for name in CURVES}
+        self._parts = ("train", *data.parts)
+        self.curve: dict[str, list[float | None]] = {
+            f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")
+        }
         self.fresh = False  # whether the last step brought an epoch's numbers
         self.beside = 1  # how many runs there were at a time, at most
         self.resumed = 0  # how often it was broken off
@@ -92,11 +91,11 @@ class Training:
         if self.fresh:
             self._read()
 
-    def accuracy_so_far(self) -> float:
-        """The training accuracy of the epoch under way; waits for the device."""
+    def so_far(self) -> tuple[float, float]:
+        """The mean loss and the accuracy of the epoch under way; waits for the device."""
         with self._on_stream():
-            _, correct, count = self.totals.tolist()
-        return float(correct / max(count, 1))
+            loss, correct, count = self.totals.tolist()
+        return loss / max(count, 1), correct / max(count, 1)
 
     def state(self) -> dict[str, Any]:
         """All that is needed to go on from here, as tensors and plain Python."""
@@ -145,13 +144,7 @@ class Training:
 
     def _begin_epoch(self) -> None:
         self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
-        train = self.data.train
-        order = torch.randperm(len(train.labels), generator=self.generator, device=self.device)
-        pixels = train.pixels[order]
-        if self.task.augment is not None:
-            pixels = self.task.augment(pixels, self.generator)
-        self._inputs = _channels_last(self.data.normalised(pixels))
-        self._labels = train.labels[order]
+        self._inputs, self._labels = self.data.epoch(self.generator, self.task.augment)
         self.totals.zero_()
         self.model.train()
 
@@ -170,11 +163,11 @@ class Training:
         with _precision(self.settings.precision):
             self.optimiser.zero_grad()
             logits = self.model(inputs)
-            loss = F.cross_entropy(logits, labels)
+            loss = _loss(logits, labels)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimiser.step()
         with torch.no_grad():
-            self.totals += _totals(logits, labels, loss * len(labels))
+            self.totals += _totals(logits, labels, loss)
 
     def _capture(self, inputs: Tensor, labels: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """A graph of the update on these tensors. What the warm-up changes is put back."""
@@ -195,7 +188,7 @@ class Training:
 
     def _end_epoch(self) -> None:
         self._inputs = self._labels = torch.empty(0)
-        totals = torch.stack([self.totals, self._look()])
+        totals = torch.stack([self.totals, *map(self._look, self.data.parts)])
         self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
         self._pending.copy_(totals, non_blocking=True)
         if self._stream is not None:
@@ -208,35 +201,35 @@ class Training:
             return
         if self._stream is not None:
             self._there.synchronize()
-        for name, (loss, correct, count) in zip(("train", "test"), self._pending.tolist(), strict=True):
+        for name, (loss, correct, count) in zip(self._parts, self._pending.tolist(), strict=True):
             self.curve[f"{name}_loss"].append(_finite(loss / count))
             self.curve[f"{name}_accuracy"].append(correct / count)
         self._pending = None
 
     @torch.no_grad()
-    def _look(self) -> Tensor:
+    def _look(self, part: str) -> Tensor:
         self.model.eval()
         totals = torch.zeros_like(self.totals)
-        test = self.data.test
-        for start in range(0, len(test.labels), LOOK):
-            pixels, labels = test.pixels[start : start + LOOK], test.labels[start : start + LOOK]
+        for inputs, labels in self.data.batches(part):
             with _precision(self.settings.precision):
-                logits = self.model(_channels_last(self.data.normalised(pixels)))
-            totals += _totals(logits, labels, F.cross_entropy(logits, labels, reduction="sum"))
+                logits = self.model(inputs)
+            totals += _totals(logits, labels, _loss(logits, labels))
         return totals
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over labels, whatever shape they have; those below zero count for nothing."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
 def _totals(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
     """The sum of the losses, how many are right, and how many there are."""
-    correct = (logits.argmax(1) == labels).sum()
-    return torch.stack([loss.double(), correct.double(), torch.full_like(loss, len(labels), dtype=torch.float64)])
-
-
-def _channels_last(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last)
+    count = (labels >= 0).sum()
+    correct = (logits.argmax(-1) == labels).sum()
+    return torch.stack([loss.double() * count, correct.double(), count.double()])
 
 
 def _finite(value: float) -> float | None:

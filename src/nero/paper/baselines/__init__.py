@@ -1,5 +1,6 @@
 """The optimisers that the paper compares, in the forms in which it ran them, by name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
+from nero.paper.baselines.batched import check_number
 from nero.paper.baselines.lamb import Lamb
 from nero.paper.baselines.madam import Madam
 
@@ -17,7 +19,7 @@ BETA = 0.999  # of every running average of squares
 #: The optimisers' names, each with its options.
 OPTIONS = {
     "nero": ("fix_mean", "fix_norm", "fixed_scale"),
-    "sgd": ("balanced",),
+    "sgd": ("clip", "balanced"),
     "adam": ("beta1", "balanced"),
     "lamb": ("beta1", "balanced"),
     "madam": ("balanced",),
@@ -33,8 +35,9 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         lr: a number, or a tensor of one element on the model's device.
         options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
             authors' form: a neuron's step is relative to the mean norm of its tensor when the
-            optimiser is made. For Adam and LAMB ``beta1`` (0 by default). For all but Nero
-            ``balanced``: hold the neurons to both constraints, from the first step on.
+            optimiser is made. For SGD ``clip``: the gradient of all weights together is shortened to this norm, if
+            it is longer. For Adam and LAMB ``beta1`` (0 by default). For all but Nero ``balanced``: hold the
+            neurons to both constraints, from the first step on.
 
     Raises:
         ValueError: an unknown name or option, or a value that makes no sense.
@@ -121,8 +124,16 @@ def _at_fixed_scale(model: nn.Module, fix_mean: bool, fix_norm: bool) -> list[di
     return groups
 
 
-def _sgd(model: nn.Module, lr: float | Tensor) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+def _sgd(model: nn.Module, lr: float | Tensor, clip: float | None = None) -> torch.optim.Optimizer:
+    optimiser = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+    if clip is not None:
+        check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
+
+        def shorten(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
+
+        optimiser.register_step_pre_hook(shorten)
+    return optimiser
 
 
 def _adam(model: nn.Module, lr: float | Tensor, beta1: float = 0.0) -> torch.optim.Optimizer:

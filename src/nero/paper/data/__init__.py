@@ -1,23 +1,59 @@
 """The data sets of the paper's experiments: found or downloaded, checked, and whole in memory.
 
-:func:`load` gives MNIST and CIFAR-10 as bytes; :meth:`Dataset.normalised` makes of bytes what a
-network is fed, and :func:`nero.paper.data.augment.crop_flip_rotate` moves them about.
+:func:`load` gives a :class:`Dataset`: of images (MNIST, CIFAR-10), kept as bytes, which
+:func:`nero.paper.data.augment.crop_flip_rotate` moves about, or of words (WikiText-2).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nero.paper.data import formats, sources
+from nero.paper.data.corpus import Corpus, wikitext2
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, checked, read
 from nero.paper.data.sources import FILES
 
-__all__ = ["FILES", "DataError", "Dataset", "Images", "load"]
+__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Images", "Pictures", "load"]
+
+#: New pixels from pixels, and a generator of random numbers.
+Moving: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
+#: How many images are looked at together.
+LOOK = 1000
+
+
+class Dataset(Protocol):
+    """What the training loop asks of a data set. Labels below zero count for nothing."""
+
+    @property
+    def name(self) -> str:
+        """As tasks call it."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is looked at after each epoch, the training set apart."""
+
+    @property
+    def examples(self) -> int:
+        """How many there are to train on."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device."""
+
+    def epoch(self, generator: torch.Generator, augment: Moving | None) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of all examples, in the order of an epoch."""
+
+    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and labels of a part, batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +73,8 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Dataset:
-    """A data set, and what its pixels are normalised by.
+class Pictures:
+    """A data set of images, and what its pixels are normalised by.
 
     Attributes:
         name: "mnist" or "cifar10".
@@ -55,12 +91,31 @@ class Dataset:
     std: tuple[float, ...]
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        return ("test",)
+
+    @property
+    def examples(self) -> int:
+        return len(self.train.labels)
+
+    @property
     def device(self) -> torch.device:
-        """Where it lies."""
         return self.train.pixels.device
 
-    def to(self, device: torch.device | str) -> "Dataset":
+    def to(self, device: torch.device | str) -> "Pictures":
         return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def epoch(self, generator: torch.Generator, augment: Moving | None) -> tuple[Tensor, Tensor]:
+        order = torch.randperm(self.examples, generator=generator, device=self.device)
+        pixels = self.train.pixels[order]
+        if augment is not None:
+            pixels = augment(pixels, generator)
+        return _channels_last(self.normalised(pixels)), self.train.labels[order]
+
+    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        images: Images = getattr(self, part)
+        for pixels, labels in zip(torch.split(images.pixels, LOOK), torch.split(images.labels, LOOK), strict=True):
+            yield _channels_last(self.normalised(pixels)), labels
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """``(pixels / 255 - mean) / std`` in float32, on the pixels' device."""
@@ -72,7 +127,7 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
     """A data set, from the user's folder; what is not there is downloaded into it.
 
     Args:
-        name: "mnist" or "cifar10".
+        name: "mnist", "cifar10" or "wikitext2".
         folder: where the files are, or are to be; None: $NERO_DATA, else ``~/.cache/nero``.
         progress: told, as a file downloads, its name, how many bytes have come, and of how many
             (0 where the server does not say).
@@ -90,7 +145,7 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
         ) from error
 
 
-def _mnist(folder: Folder) -> Dataset:
+def _mnist(folder: Folder) -> Pictures:
     names = tuple(f"{stem}.gz" for stem in (*sources.MNIST_TRAIN, *sources.MNIST_TEST))
 
     def file(stem: str) -> tuple[bytes, str]:
@@ -109,10 +164,10 @@ def _mnist(folder: Folder) -> Dataset:
             )
         return found
 
-    return Dataset("mnist", images(*sources.MNIST_TRAIN), images(*sources.MNIST_TEST), (0.1307,), (0.3081,))
+    return Pictures("mnist", images(*sources.MNIST_TRAIN), images(*sources.MNIST_TEST), (0.1307,), (0.3081,))
 
 
-def _cifar10(folder: Folder) -> Dataset:
+def _cifar10(folder: Folder) -> Pictures:
     contents = _cifar10_contents(folder)
 
     def images(*names: str) -> Images:
@@ -120,7 +175,7 @@ def _cifar10(folder: Folder) -> Dataset:
         return Images(torch.cat(pixels), torch.cat(labels))
 
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return Dataset("cifar10", images(*sources.CIFAR10_TRAIN), images(sources.CIFAR10_TEST), mean, std)
+    return Pictures("cifar10", images(*sources.CIFAR10_TRAIN), images(sources.CIFAR10_TEST), mean, std)
 
 
 def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
@@ -141,7 +196,12 @@ def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
     return contents
 
 
-LOADERS: dict[str, Callable[[Folder], Dataset]] = {"mnist": _mnist, "cifar10": _cifar10}
+LOADERS: dict[str, Callable[[Folder], Dataset]] = {"mnist": _mnist, "cifar10": _cifar10, "wikitext2": wikitext2}
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """As convolutions on a GPU's tensor cores want them."""
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 @cache  # a copy to the device waits for it: once is enough

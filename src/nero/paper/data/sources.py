@@ -18,6 +18,9 @@ FILES: dict[str, str] = {
     "test_batch.bin": "sha256:8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
     # as published beside it; what is in it has the better sums above
     "cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530",
+    "train.txt": "sha256:9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
+    "valid.txt": "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+    "test.txt": "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
 }
 
 #: MNIST's files without their ".gz", as (images, labels).
@@ -26,12 +29,16 @@ MNIST_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR10_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFAR10_TEST = "test_batch.bin"
+#: Train, validation and test.
+WIKITEXT2 = ("train.txt", "valid.txt", "test.txt")
 
 #: The folder of a data set's files, within the user's.
-FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin"}
+FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2"}
 
 #: Where each data set is published, in the order in which they are tried; a file's name goes at the end.
 HOMES: dict[str, tuple[str, ...]] = {
     "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
+    # as PyTorch's own example keeps it; its first home is gone
+    "wikitext2": ("https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/",),
 }

@@ -141,12 +141,13 @@ def _errors(facts: Published, runs: Runs) -> Figure:
     figure, panels = _canvas(10, 4.6, columns=(1, 1.12))
     short = {"nero-both": "both", "nero-norm": "norm only", "nero-mean": "mean only", "nero-neither": "neither"}
     entries = [_entry(row, runs, short.get(row.optimiser)) for row in facts.finals]
-    measures: tuple[Measure, ...] = ("train_error", "test_error")
-    for axes, measure in zip(panels, measures, strict=True):
+    measures: dict[Measure, str] = {"train_error": "Train error", "test_error": "Test error"}
+    if facts.measure == "valid_perplexity":
+        measures = {"train_perplexity": "Train perplexity", "valid_perplexity": "Validation perplexity"}
+    for axes, (measure, words) in zip(panels, measures.items(), strict=True):
         for place, entry in enumerate(entries):
             _curve(axes, entry, measure, place, len(entries))
-        _log_error(axes, entries, measure, facts.epochs)
-        words = "Train error" if measure == "train_error" else "Test error"
+        _log_error(axes, entries, measure, facts)
         _dress(axes, "epoch", words + (", by Nero's constraints" if entries[0].name in short.values() else ""))
     if not any(entry.runs for entry in entries):
         panels[0].text(0.5, 0.5, "not run", transform=panels[0].transAxes, ha="center", color=GREY)
@@ -170,7 +171,7 @@ def _granularity(facts: Published, runs: Runs) -> Figure:
         ]
         for place, entry in enumerate(entries):
             _curve(axes, entry, "test_error", place, len(entries))
-        _log_error(axes, entries, "test_error", facts.epochs)
+        _log_error(axes, entries, "test_error", facts)
         _dress(axes, "epoch", f"Test error, {title} the constraints")
         both.append(entries)
     low, high = min(axes.get_ylim()[0] for axes in panels), max(axes.get_ylim()[1] for axes in panels)
@@ -247,7 +248,7 @@ def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
     heights = []
     for entry in entries:
         means = _means(entry, facts.measure)
-        value = means[-1] if means else entry.row.mean
+        value = min(means[-1] if means else entry.row.mean, axes.get_ylim()[1])
         height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, value)))[1]
         heights.append(min(max(float(height), 0.0), 1.0))
     for entry, end, height in zip(entries, heights, _apart(heights, 0.062), strict=True):
@@ -293,22 +294,26 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
     return [placed[number] for number in range(len(wanted))]
 
 
-def _log_error(axes: Axes, entries: list[Entry], measure: Measure, epochs: int) -> None:
-    """Errors from a fraction of a per cent to chance, on one axis."""
-    printed = [entry.row.mean for entry in entries] if measure == "test_error" else [10.0]
-    shown = [value for value in _values(entries, measure) if value > 0] + printed
+def _log_error(axes: Axes, entries: list[Entry], measure: Measure, facts: Published) -> None:
+    """Errors from a fraction of a per cent to chance, or perplexities, on one axis."""
+    claimed, shares = measure == facts.measure, measure.endswith("error")
+    printed = [entry.row.mean for entry in entries] if claimed or not shares else [10.0]
+    shown = [value for value in _values(entries, measure) if 0 < value < math.inf] + printed
     axes.set_yscale("log", nonpositive="clip")
-    top = 100.0
-    if measure == "test_error":  # the first epochs matter less than a view of where the curves end
-        ends = [_means(entry, measure)[-1] for entry in entries if entry.runs]
-        top = min(top, 3.5 * max(ends + printed))
-    bottom = max(0.005, 0.8 * min(shown))
-    axes.set_ylim(bottom, top)
-    axes.xaxis.set_major_locator(MultipleLocator(50))
+    top = 100.0 if shares else max(shown)
+    if claimed or not shares:  # the first epochs matter less than a view of where the curves end
+        ends = [end for entry in entries if entry.runs and (end := _means(entry, measure)[-1]) < math.inf]
+        top = min(top, 3.5 * max(ends + printed)) if shares else min(1.1 * top, 2.5 * max(ends + printed))
+    bottom = max(0.005, (0.8 if shares else 0.9) * min(shown))
+    axes.set_ylim(bottom, max(top, 1.5 * bottom))
+    axes.xaxis.set_major_locator(MultipleLocator(50 if facts.epochs > 100 else 5))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top / bottom > 20 else (1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xlim(0, 1.02 * epochs)
-    _per_cent(axes)
+    axes.set_xlim(0, 1.02 * facts.epochs)
+    if shares:
+        _per_cent(axes)
+    else:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _means(entry: Entry, measure: Measure) -> list[float]:

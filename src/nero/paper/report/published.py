@@ -7,11 +7,14 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
-Measure: TypeAlias = Literal["train_accuracy", "train_error", "test_accuracy", "test_error"]
+Measure: TypeAlias = Literal[
+    "train_accuracy", "train_error", "train_perplexity", "valid_accuracy", "valid_error", "valid_perplexity",
+    "test_accuracy", "test_error", "test_perplexity",
+]  # fmt: skip
 
 
 class Final(NamedTuple):
-    """A row of the paper's: a contender at its best rate, in the last epoch, in per cent.
+    """A row of the paper's: a contender at its best rate, in the last epoch, in per cent where it is a share.
 
     ``task`` is the one whose runs the row is of: Nero's rows of cifar10-granularity are runs of cifar10-ablation.
     """

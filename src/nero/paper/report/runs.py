@@ -1,11 +1,12 @@
 """Runs read from records, and which of them count."""
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from nero.paper.record import StoreError
 from nero.paper.report.published import Final, Measure, all_published
@@ -38,7 +39,7 @@ def name_of(optimiser: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, with its curves in per cent.
+    """A run, with its curves: shares in per cent, and perplexities.
 
     The accuracies of a run that diverged are those of its answers, as the authors' are; ``lost`` says in which epochs
     the training loss was not finite.
@@ -130,6 +131,8 @@ class Runs:
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and population standard deviation."""
+    if math.inf in values:
+        return math.inf, math.nan
     return statistics.fmean(values), statistics.pstdev(values)
 
 
@@ -156,7 +159,15 @@ def _read(record: Record) -> Run:
     if epochs < 1:
         raise StoreError(f"{what} has {epochs} epochs: run it again")
     curve = _take(record, "curve", dict, what)
-    train, test = (_per_cent(curve, f"{part}_accuracy", epochs, what) for part in ("train", "test"))
+    curves: dict[Measure, tuple[float, ...]] = {}
+    for part in ("train", "test", *(["valid"] if "valid_loss" in curve else [])):
+        shares = _per_cent(curve, f"{part}_accuracy", epochs, what)
+        known = {
+            "accuracy": shares,
+            "error": tuple(100 - value for value in shares),
+            "perplexity": tuple(_perplexity(loss) for loss in _losses(curve, f"{part}_loss", epochs, what)),
+        }
+        curves |= {cast(Measure, f"{part}_{name}"): values for name, values in known.items()}
     return Run(
         task=_take(record, "task", str, what),
         optimiser=_take(record, "optimiser", str, what),
@@ -164,13 +175,8 @@ def _read(record: Record) -> Run:
         seed=_take(record, "seed", int, what),
         epochs=epochs,
         precision=_take(record, "precision", str, what, "float32"),
-        curves={
-            "train_accuracy": train,
-            "train_error": tuple(100 - value for value in train),
-            "test_accuracy": test,
-            "test_error": tuple(100 - value for value in test),
-        },
-        lost=_lost(curve, epochs, what),
+        curves=curves,
+        lost=tuple(loss is None for loss in _losses(curve, "train_loss", epochs, what)),
         seconds=_take(record, "seconds", float, what) if "seconds" in record else None,
         side_by_side=_take(record, "side_by_side", int, what, 1),
         device=_take(record, "device", str, what, "unknown"),
@@ -215,12 +221,18 @@ def _per_cent(curve: Record, name: str, epochs: int, what: str) -> tuple[float, 
     return tuple(100 * float(value) for value in values)
 
 
-def _lost(curve: Record, epochs: int, what: str) -> tuple[bool, ...]:
-    values = _values(curve, "train_loss", epochs, what)
+def _losses(curve: Record, name: str, epochs: int, what: str) -> list[float | None]:
+    """The losses, None where they are not finite."""
+    values = _values(curve, name, epochs, what)
     for value in values:
         if not (value is None or isinstance(value, float) or _is(value, float)):
-            raise StoreError(f"{what} has {_shown(value)} in train_loss: losses are numbers, or null if not finite")
-    return tuple(not _is(value, float) for value in values)
+            raise StoreError(f"{what} has {_shown(value)} in {name}: losses are numbers, or null if not finite")
+    return [float(value) if _is(value, float) else None for value in values]
+
+
+def _perplexity(loss: float | None) -> float:
+    """How many words the network is torn between; without end where the loss is."""
+    return math.inf if loss is None or loss > 700 else math.exp(loss)
 
 
 def _shown(value: Any) -> str:

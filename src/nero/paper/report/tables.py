@@ -1,5 +1,6 @@
 """The tables of the pages, as Markdown, from runs and from what is published; no number comes from anywhere else."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from nero.paper.report.published import Final, Measure, Published, all_published
@@ -9,7 +10,9 @@ SEEDS = (0, 1, 2)
 NOT_RUN = "not run"
 MARK = "†"
 MARKED = f"{MARK} diverged: its loss was no longer finite"
-MEASURES: dict[Measure, str] = {"train_accuracy": "train accuracy", "test_error": "test error"}
+#: What tables show of a run, in words: of images, and of texts.
+SHARES: dict[Measure, str] = {"train_accuracy": "train accuracy", "test_error": "test error"}
+PERPLEXITIES: dict[Measure, str] = {"valid_perplexity": "validation perplexity", "test_perplexity": "test perplexity"}
 
 
 def of_task(task: str, runs: Runs) -> dict[str, str]:
@@ -34,7 +37,7 @@ def index(runs: Runs) -> str:
                 f"[{task}]({task}.md)",
                 f"{facts.shows} ({facts.where})",
                 f"`nero sweep {task}`",
-                f"{MEASURES[facts.measure]}, %",
+                _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else ""),
                 "; ".join(map("{}: {}".format, names, ours)) if set(ours) != {NOT_RUN} else _none(facts, runs),
                 "; ".join(map("{}: {}".format, names, theirs)),
             )
@@ -111,10 +114,10 @@ def precision(facts: Published, runs: Runs) -> str:
     lines = []
     for group in groups:
         by_kind = {run.precision: run for run in group}
-        ends = [_end(by_kind.get(kind), measure) for measure in MEASURES for kind in kinds]
+        ends = [_end(by_kind.get(kind), measure) for measure in _measures(facts) for kind in kinds]
         first = group[0]
         lines.append((name_of(first.optimiser), f"{first.rate:g}", str(first.seed), str(first.epochs), *ends))
-    header = (f"{words}, {kind}" for words in MEASURES.values() for kind in kinds)
+    header = (f"{words}, {kind}" for words in _measures(facts).values() for kind in kinds)
     return _markdown((_who(facts), "rate", "seed", "after epoch", *header), lines)
 
 
@@ -122,9 +125,9 @@ def every_run(facts: Published, runs: Runs) -> str:
     """All full runs, at whatever rate, and a note of what is left out."""
     found = runs.of(facts.task)
     header = (
-        _who(facts), "rate", "seed", "precision", "train accuracy", "test error", "seconds", "side by side", "device",
+        _who(facts), "rate", "seed", "precision", *_measures(facts).values(), "seconds", "side by side", "device",
     )  # fmt: skip
-    table = _markdown(header, map(_line, found)) if found else NOT_RUN
+    table = _markdown(header, (_line(facts, run) for run in found)) if found else NOT_RUN
     short = runs.short(facts.task)
     return table + (f"\n\nLeft out for having fewer than {facts.epochs} epochs: {_records(short)}." if short else "")
 
@@ -134,14 +137,18 @@ def _who(facts: Published) -> str:
     return "raw weights" if facts.task == "mnist-reparameterised" else "optimiser"
 
 
-def _line(run: Run) -> tuple[str, ...]:
+def _measures(facts: Published) -> dict[Measure, str]:
+    """What there is to say of a run of the task."""
+    return PERPLEXITIES if facts.measure.endswith("perplexity") else SHARES
+
+
+def _line(facts: Published, run: Run) -> tuple[str, ...]:
     return (
         name_of(run.optimiser),
         f"{run.rate:g}",
         str(run.seed),
         run.precision,
-        _end(run, "train_accuracy"),
-        _end(run, "test_error"),
+        *(_end(run, measure) for measure in _measures(facts)),
         "-" if run.seconds is None else f"{run.seconds:.0f}",
         str(run.side_by_side),
         run.device,
@@ -182,7 +189,7 @@ def _end(run: Run | None, measure: Measure) -> str:
 
 
 def _with_spread(mean: float, spread: float) -> str:
-    return f"{mean:.2f} ± {spread:.2f}"
+    return f"{mean:.2f} ± {spread:.2f}" if mean < math.inf else "inf"
 
 
 def _beside(row: Final, values: Sequence[float]) -> tuple[str, str]:
@@ -195,6 +202,8 @@ def _beside(row: Final, values: Sequence[float]) -> tuple[str, str]:
 
 
 def _signed(value: float, digits: int) -> str:
+    if value == math.inf:
+        return "inf"
     text = f"{value:+.{digits}f}"
     return text[1:] if float(text) == 0 else text
 

@@ -8,6 +8,7 @@ from nero.paper.tasks import (
     cifar10_vgg11,
     mnist_deep,
     mnist_reparameterised,
+    wikitext2,
 )
 
 TASKS: dict[str, Task] = {
@@ -19,6 +20,7 @@ TASKS: dict[str, Task] = {
         cifar10_resnet18.task,
         cifar10_ablation.task,
         cifar10_granularity.task,
+        wikitext2.task,
     )
 }
 

@@ -1,0 +1,137 @@
+"""WikiText-2: articles as a stream of words, cut into rows for a language model."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nero.paper.data import sources
+from nero.paper.data.errors import DataError
+from nero.paper.data.folder import Folder, read
+
+#: What stands for the end of a line.
+END = "<eos>"
+#: How many words a network reads at a time.
+LENGTH = 35
+#: How many streams a text is cut into, to be read side by side: to train on, and to look at.
+STREAMS, STREAMS_LOOKED_AT = 20, 10
+#: How many rows are looked at together.
+LOOK = 100
+#: The label of a place behind the end of a text.
+NOTHING = -100
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A text in rows of :data:`LENGTH` words, each with the words that follow them as its labels."""
+
+    words: Tensor
+    labels: Tensor
+
+    def to(self, device: torch.device | str) -> "Rows":
+        return Rows(self.words.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts as numbers of words.
+
+    Attributes:
+        name: "wikitext2".
+        vocabulary: every word of the three texts, in the order in which they first come up.
+        train, valid, test: rows; the first :data:`STREAMS` of ``train`` are what is read together first, and so on.
+    """
+
+    name: str
+    vocabulary: tuple[str, ...]
+    train: Rows
+    valid: Rows
+    test: Rows
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("valid", "test")
+
+    @property
+    def examples(self) -> int:
+        return len(self.train.words)
+
+    @property
+    def device(self) -> torch.device:
+        return self.train.words.device
+
+    def to(self, device: torch.device | str) -> "Corpus":
+        return replace(self, train=self.train.to(device), valid=self.valid.to(device), test=self.test.to(device))
+
+    def epoch(self, generator: torch.Generator, augment: object) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """The text as it was written: nothing is left to chance."""
+        return self.train.words, self.train.labels
+
+    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        rows: Rows = getattr(self, part)
+        yield from zip(torch.split(rows.words, LOOK), torch.split(rows.labels, LOOK), strict=True)
+
+
+def wikitext2(folder: Folder) -> Corpus:
+    """WikiText-2 from its three files."""
+    texts = [words(*file(folder, name)) for name in sources.WIKITEXT2]
+    return numbered("wikitext2", *texts)
+
+
+def file(folder: Folder, name: str) -> tuple[bytes, str]:
+    """A file's content, downloaded if it is not there, and where it is from."""
+    path = folder.find(name) or folder.bring(name, sources.FOLDERS["wikitext2"], sources.WIKITEXT2)
+    return read(path), str(path)
+
+
+def words(content: bytes, source: str) -> list[str]:
+    """The words of a text, and at the end of each line a mark."""
+    try:
+        lines = content.decode("utf-8").removesuffix("\n").split("\n")  # and at no other sign that ends a line
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
+            "or delete it and run again, to have it brought anew"
+        ) from error
+    found = [word for line in lines for word in (*line.split(), END)]
+    if len(found) <= max(STREAMS, STREAMS_LOOKED_AT):
+        raise DataError(
+            f"{source} has {len(found)} words, and a text needs more than {STREAMS}. Delete it and run again, "
+            "to have it brought anew"
+        )
+    return found
+
+
+def numbered(name: str, train: list[str], valid: list[str], test: list[str]) -> Corpus:
+    """Texts with one vocabulary, in rows."""
+    numbers = {word: number for number, word in enumerate(dict.fromkeys((*train, *valid, *test)))}
+
+    def rows(text: Iterable[str], streams: int) -> Rows:
+        return cut(torch.tensor([numbers[word] for word in text]), streams)
+
+    return Corpus(
+        name,
+        tuple(numbers),
+        rows(train, STREAMS),
+        rows(valid, STREAMS_LOOKED_AT),
+        rows(test, STREAMS_LOOKED_AT),
+    )
+
+
+def cut(text: Tensor, streams: int, length: int = LENGTH) -> Rows:
+    """A text cut into streams of equal length, what is left over dropped, and these into rows, one after the other.
+
+    The first rows are the beginnings of all streams, the next ones what follows; the last ones are filled up.
+
+    Example:
+        >>> rows = cut(torch.arange(9), streams=2, length=2)
+        >>> rows.words.tolist(), rows.labels.tolist()
+        ([[0, 1], [4, 5], [2, 0], [6, 0]], [[1, 2], [5, 6], [3, -100], [7, -100]])
+    """
+    each = len(text) // streams
+    laid = text[: each * streams].view(streams, each)
+    filled = -(-(each - 1) // length) * length
+    words, labels = torch.zeros(streams, filled, dtype=torch.long), torch.full((streams, filled), NOTHING)
+    words[:, : each - 1], labels[:, : each - 1] = laid[:, :-1], laid[:, 1:]
+    return Rows(*(part.view(streams, -1, length).transpose(0, 1).reshape(-1, length) for part in (words, labels)))

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 import nero
 from nero.paper.data import Images, Pictures, load
 from nero.paper.protocol import Precision, Task
+from nero.paper.record import commit
 from nero.paper.tasks import TASKS
 from nero.paper.training import Training
 
@@ -80,7 +81,9 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "nero": nero.__version__,
         "threads": torch.get_num_threads(),
+        "commit": commit(),
         "share": share,
+        "epochs": arguments.epochs,
         "rows": rows,
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +106,7 @@ def time_cells(
     while not trainings[-1].finished:
         for training in trainings:
             training.advance()
-        if trainings[-1].fresh:  # the host has waited for the epoch's numbers
+        if trainings[-1].known > len(times):  # the host has waited for the epoch's numbers
             times.append(time.perf_counter() - start)
             start = time.perf_counter()
     timed = statistics.median(times[1:])

@@ -3,15 +3,17 @@
 import copy
 import math
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import INTERPRETED
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import nero
 from nero import rows
-from nero.balance import project
+from nero.balance import balance_tensor_, project
 
 
 def network() -> nn.Module:
@@ -280,6 +282,9 @@ def neurons(shape: tuple[int, ...], device: str) -> Tensor:
     odd = (0.0, 0.3, math.nan, math.inf, 1e-41, 3e38, -1e30)
     for neuron, value in zip(tensor, odd, strict=False):
         neuron.fill_(value) if abs(value) < 1 else neuron.view(-1)[-1:].fill_(value)
+    if shape[0] > len(odd) + 1:  # nearly constant: what is left of the first is rounding, of the second a direction
+        for neuron, part in zip(tensor[len(odd) :], (1e-7, 1e-5), strict=False):
+            neuron.copy_(1 + part * torch.randn(neuron.shape))
     return tensor.to(device)
 
 
@@ -290,14 +295,18 @@ def test_the_kernel_projects(shape: tuple[int, ...], fix_norm: bool, fix_mean: b
     tensor, axes = neurons(shape, device), tuple(range(1, len(shape)))
     if len(shape) == 4:
         tensor = tensor.contiguous(memory_format=torch.channels_last)
-    wanted = project(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm).tensor
+    before, wanted = tensor.clone(), project(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm).tensor
     version = tensor._version
     done = rows.project_(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm)
     assert done == (fix_mean or fix_norm)
     assert tensor._version == version + done
-    # a neuron is as exact as its largest entry
-    size = wanted.flatten(1).abs().amax(1).nan_to_num(1, 1).clamp(1).reshape(-1, *[1] * (len(shape) - 1))
-    torch.testing.assert_close(tensor / size, wanted / size, rtol=1e-5, atol=1e-6, equal_nan=True)
+    # a neuron is as exact as its largest entry, and a nearly constant one less so
+    size = wanted.flatten(1).abs().amax(1).nan_to_num(1, 1).clamp(1e-38).reshape(-1, *[1] * (len(shape) - 1))
+    exact = torch.ones(shape[0], dtype=torch.bool, device=device)
+    exact[8:9] = False
+    torch.testing.assert_close((tensor / size)[exact], (wanted / size)[exact], rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(tensor / size, wanted / size, rtol=0.1, atol=0.1, equal_nan=True)
+    assert torch.equal((tensor != before).flatten(1).any(1), (wanted != before).flatten(1).any(1))
 
 
 def test_the_kernel_projects_to_radii(device: str):
@@ -305,9 +314,10 @@ def test_the_kernel_projects_to_radii(device: str):
     radii = torch.linspace(0.1, 5, 12, device=device)[:, None]
     wanted = project(tensor, (1,), radius=radii).tensor
     assert rows.project_(tensor, (1,), fix_mean=True, fix_norm=True, radius=radii)
-    torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(tensor, wanted, rtol=0.02, atol=0.02, equal_nan=True)
+    torch.testing.assert_close(tensor[9:], wanted[9:], rtol=1e-5, atol=1e-6)
     assert rows.project_(tensor, (1,), fix_mean=True, fix_norm=True, radius=2.0)
-    torch.testing.assert_close(tensor[7:].norm(dim=1), torch.full((5,), 2.0, device=device))
+    torch.testing.assert_close(tensor[8:].norm(dim=1), torch.full((4,), 2.0, device=device))
 
 
 def test_the_kernel_leaves_what_lies_between_neurons(device: str):
@@ -317,6 +327,33 @@ def test_the_kernel_leaves_what_lies_between_neurons(device: str):
     assert torch.equal(held[:, :2], before[:, :2])
     assert torch.equal(held[:, 7:], before[:, 7:])
     assert max(deviations(held[:, 2:7].cpu())) < 1e-6
+
+
+class Wrapped(Tensor):
+    """Another kind of tensor."""
+
+
+@pytest.mark.parametrize("radius", [torch.tensor([2.0]), torch.tensor(2.0), torch.ones(4, 1).expand(4, 5)], ids=str)
+def test_the_kernel_refuses_radii_that_are_not_one_a_neuron(radius: Tensor, device: str):
+    tensor = neurons((4, 5), device)
+    assert not rows.project_(tensor, (1,), fix_mean=True, fix_norm=True, radius=radius.to(device))
+
+
+def test_the_kernel_keeps_out_of_transforms(device: str):
+    role = nero.roles_of(nn.Linear(5, 4))["weight"]
+    tensor = torch.randn(3, 4, 5, device=device)
+
+    def balanced(weight: Tensor) -> Tensor:
+        return balance_tensor_(weight.clone(), role)
+
+    plain = torch.stack([balanced(each) for each in tensor])
+    torch.testing.assert_close(torch.vmap(balanced)(tensor), plain)
+    graph = make_fx(balanced)(tensor[0])
+    torch.testing.assert_close(graph(tensor[1]), plain[1])
+    with torch.inference_mode():
+        made = torch.randn(4, 5, device=device)
+    with pytest.raises(RuntimeError, match="inference"):
+        balance_tensor_(made, role)
 
 
 @pytest.mark.parametrize(
@@ -330,8 +367,23 @@ def test_the_kernel_leaves_what_lies_between_neurons(device: str):
         (lambda **on: torch.ones(4, 5, dtype=torch.float64, **on), (1,)),
         (lambda **on: torch.ones(4, 5, dtype=torch.bfloat16, **on), (1,)),
         (lambda **on: torch.ones(1, rows.LONGEST + 1, **on), (1,)),
+        (lambda **on: torch.ones(0, 5, **on), (1,)),
+        (lambda **on: torch._neg_view(torch.ones(4, 5, **on)), (1,)),
+        (lambda **on: Wrapped(torch.ones(4, 5, **on)), (1,)),
     ],
-    ids=["transposed", "inner", "gaps", "two strides", "expanded", "float64", "bfloat16", "long"],
+    ids=[
+        "transposed",
+        "inner",
+        "gaps",
+        "two strides",
+        "expanded",
+        "float64",
+        "bfloat16",
+        "long",
+        "none",
+        "neg",
+        "kind",
+    ],
 )
 def test_the_kernel_refuses_what_it_cannot_do(make, axes: tuple[int, ...], device: str):
     assert not rows.project_(make(device=device), axes, fix_mean=True, fix_norm=True)
@@ -347,10 +399,35 @@ def test_models_are_balanced_by_it(device: str, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
 
 
-def test_without_triton_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch):
+    """A probe on a GPU that is none."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))  # noqa: ARG005
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     rows.works.cache_clear()
+    yield
+    rows.works.cache_clear()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a real GPU's kernels do not run on the CPU")
+@pytest.mark.usefixtures("_no_gpu_needed")
+def test_without_triton_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    gpu = torch.device("cuda:0")
     assert not rows.works(torch.device("cpu"))
+    assert rows.works(gpu)
+    rows.works.cache_clear()
     monkeypatch.setitem(sys.modules, "nero.rows_kernel", None)
     monkeypatch.delattr(nero, "rows_kernel", raising=False)
-    assert not rows.works(torch.device("cuda:0"))
-    rows.works.cache_clear()
+    assert not rows.works(gpu)
+
+
+@pytest.mark.usefixtures("_no_gpu_needed")
+def test_a_full_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        rows.works(torch.device("cuda:0"))

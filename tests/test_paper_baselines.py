@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import random
+from functools import partial
 
 import oracle
 import pytest
@@ -15,6 +16,7 @@ import nero
 from nero import rows
 from nero.paper import baselines
 from nero.paper.baselines import Lamb, Madam, lamb, madam, make, prime
+from nero.paper.baselines.batched import alike
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 2e-5}
 #: Everyone but Nero, as it is made and as it is told by the oracle.
@@ -189,13 +191,68 @@ def test_a_kernel_keeps_what_is_no_number(kernels: str):
 
 
 def test_what_lies_otherwise_goes_the_other_way(kernels: str, monkeypatch: pytest.MonkeyPatch):
-    """A gradient in another order than its weights, and a weight with gaps."""
+    """A gradient in another order than its weights, one that is negated, and a weight with gaps."""
     monkeypatch.setattr(madam, "_launch", None)
-    for weight in (torch.ones(2, 3, device=kernels), torch.ones(3, 4, device=kernels)[:, :2]):
-        parameter = nn.Parameter(weight)
-        parameter.grad = torch.ones(weight.shape[::-1], device=kernels).T
-        Madam([parameter], lr=0.1).step()
-        assert flat(parameter) == pytest.approx([math.exp(-0.1)] * weight.numel())
+    monkeypatch.setattr(lamb, "_by_kernels", None)
+    monkeypatch.setattr(lamb, "LARGE", 1)
+    plain, gaps = torch.ones(2, 3, device=kernels), torch.ones(3, 4, device=kernels)[:, :2]
+    transposed = torch.ones(3, 2, device=kernels).T
+    negated = torch._neg_view(-torch.ones(2, 3, device=kernels))
+    for weight, grad in ((plain, transposed), (plain, negated), (gaps, torch.ones(3, 2, device=kernels))):
+        for make_one, after in ((Madam, math.exp(-0.1)), (partial(Lamb, betas=(0.0, 0.999)), 0.9)):
+            parameter = nn.Parameter(weight.clone() if weight is plain else torch.ones(3, 4, device=kernels)[:, :2])
+            parameter.grad = grad
+            make_one([parameter], lr=0.1).step()
+            assert flat(parameter) == pytest.approx([after] * weight.numel())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "wanted"),
+    [
+        (lambda: [torch.zeros(4, 8), torch.zeros(4, 8)], True),
+        (lambda: [torch.zeros(4, 8).T, torch.zeros(4, 8).T], True),
+        (lambda: [torch.zeros(1, 8), torch.zeros(1, 8)], True),
+        (lambda: [torch.zeros(4, 8), torch.zeros(2, 8)], False),
+        (lambda: [torch.zeros(8), torch.zeros(64)], False),
+        (lambda: [torch.zeros(9).as_strided((2, 2), (3, 0))] * 2, False),
+        (lambda: [torch.zeros(9).as_strided((3, 3), (2, 2))] * 2, False),
+        (lambda: [torch.zeros(2, 0)] * 2, False),
+        (lambda: [torch.zeros(4), torch.zeros(4, dtype=torch.float64)], False),
+        (lambda: [torch.empty(2**31, device="meta")] * 2, False),
+    ],
+)
+def test_what_is_alike(tensors, wanted: bool):
+    assert alike(*tensors()) == wanted
+
+
+@pytest.mark.parametrize("make_one", [Lamb, Madam])
+def test_torch_sees_that_weights_have_changed(make_one, kernels: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(lamb, "LARGE", 1)
+    monkeypatch.setattr(lamb, "PROGRAMS", 2)
+    weight = nn.Parameter(torch.ones(3, device=kernels))
+    weight.square().sum().backward()
+    pending = weight.exp().sum()  # whose gradient needs the result, and (2 w).backward() the weight
+    other = weight.square().sum()
+    make_one([weight]).step()
+    pending.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+@pytest.mark.parametrize("make_one", [Lamb, Madam])
+def test_the_state_of_another_model_is_refused(make_one):
+    one, other = (make_one([nn.Parameter(torch.ones(size))]) for size in (8, 64))
+    with pytest.raises(ValueError, match=r"shaped \(8,\), and its parameter \(64,\)"):
+        other.load_state_dict(one.state_dict())
+
+
+@pytest.mark.gpu
+def test_madams_kernel_tells_the_smallest_gradients_from_none():
+    weights = [nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "cuda")]
+    for weight in weights:
+        weight.grad = torch.tensor([1e-17, 3e-18, 1e-19, 1e-20], device=weight.device)
+        Madam([weight], lr=0.1).step()
+    torch.testing.assert_close(weights[1].cpu(), weights[0], rtol=1e-2, atol=0.0)
 
 
 def follow(model: nn.Module, name: str, options: dict, balanced: bool) -> None:

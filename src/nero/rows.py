@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 #: The longest neuron that a program holds.
 LONGEST = 16384
@@ -14,20 +15,21 @@ def project_(
     tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool, fix_norm: bool, radius: float | Tensor = 1.0
 ) -> bool:
     """Do to a tensor in place what :func:`nero.balance.project` does, if there is a kernel for it; else say so."""
-    apart = _apart(tensor, axes) if fix_mean or fix_norm else None
-    if apart is None or not works(tensor.device):
+    if not (fix_mean or fix_norm) or not _plain(tensor) or not works(tensor.device):
         return False
-    neurons, fan_in, stride = apart
+    form = _form(tensor, axes)
+    if form is None or (isinstance(radius, Tensor) and not (_plain(radius) and radius.numel() == form[0])):
+        return False
+    neurons, fan_in, apart = form
     from nero import rows_kernel
 
     width = max(16, 1 << (fan_in - 1).bit_length())
-    radii = radius.reshape(-1).to(tensor.dtype) if isinstance(radius, Tensor) else tensor
     with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
         rows_kernel.project[(neurons,)](
             tensor,
-            radii,
+            radius.reshape(-1).to(tensor.device) if isinstance(radius, Tensor) else tensor,
             fan_in,
-            stride,
+            apart,
             1.0 if isinstance(radius, Tensor) else float(radius),
             FIX_MEAN=fix_mean and fan_in != 2,
             FIX_NORM=fix_norm,
@@ -47,20 +49,28 @@ def works(device: torch.device) -> bool:
     try:
         from nero import rows_kernel
 
-        some = torch.zeros(16, device=device)
         with torch.cuda.device(device):
+            some = torch.zeros(16, device=device)
             rows_kernel.project[(1,)](some, some, 16, 16, 1.0, FIX_MEAN=True, FIX_NORM=True, RADII=False, WIDTH=16)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of Triton
     except Exception:  # not installed, no compiler for its launcher, a GPU that it does not know, ...
         return False
     return True
 
 
-def _apart(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, int, int] | None:
+def _plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its memory and nothing else, and nobody watches what is done to it."""
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:  # who trace the plain projection
+        return False
+    if type(tensor) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return tensor.dtype == torch.float32 and tensor.numel() > 0 and not tensor.is_neg() and not frozen
+
+
+def _form(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, int, int] | None:
     """How many neurons, how long, and how far apart; None if they do not lie one after the other, each in one piece."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype != torch.float32 or tensor.is_neg():
-        return None
-    if torch.compiler.is_compiling():  # a compiler fuses the plain projection
-        return None
     fan_in = 1
     for stride, size in sorted((tensor.stride(axis), tensor.shape[axis]) for axis in axes):
         if size > 1 and stride != fan_in:
@@ -69,5 +79,5 @@ def _apart(tensor: Tensor, axes: tuple[int, ...]) -> tuple[int, int, int] | None
     across = [(n, tensor.stride(axis)) for axis, n in enumerate(tensor.shape) if axis not in axes and n > 1]
     if len(across) > 1 or fan_in > LONGEST:
         return None
-    neurons, stride = across[0] if across else (1, fan_in)
-    return (neurons, fan_in, stride) if stride >= fan_in else None
+    neurons, apart = across[0] if across else (1, fan_in)
+    return (neurons, fan_in, apart) if apart >= fan_in else None

@@ -33,7 +33,7 @@ def project(
     if FIX_NORM:
         if RADII:
             radius = tl.load(radii + i)
-        unit *= radius / tl.sqrt(tl.where(possible, square, 1.0))
+        unit *= radius / tl.sqrt_rn(tl.where(possible, square, 1.0))
     else:
         possible = possible & (peak < LARGEST / 2)
         unit = unit * peak

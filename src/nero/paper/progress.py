@@ -52,6 +52,7 @@ class Display:
         )
         self._bars: dict[Settings, TaskID] = {}
         self._writers: dict[Settings, SummaryWriter] = {}
+        self._written: dict[Settings, int] = {}  # of how many epochs
         self._said = self._shown = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -80,7 +81,9 @@ class Display:
     def begun(self, training: Training) -> None:
         task, settings = training.task, training.settings
         name = task.name_of(settings)
-        self._tensorboard(settings, self.out / "tensorboard" / task.name / name, training.epoch)
+        self._tensorboard(settings, self.out / "tensorboard" / task.name / name)
+        self._written[settings] = 0
+        self._write_epochs(training)  # again, if it goes on: it may have been broken off before they were all told
         self._bars[settings] = self.progress.add_task(
             name, total=settings.epochs * training.steps_an_epoch, completed=training.steps_done, metric=""
         )
@@ -89,12 +92,13 @@ class Display:
 
     def stepped(self, training: Training) -> None:
         now = time.monotonic()
-        if training.fresh:
-            self._write_epoch(training)
+        fresh = training.known > self._written[training.settings]
+        if fresh:
+            self._write_epochs(training)
         elif training.device.type != "cpu" or now - self._shown < GLANCE:
             return  # to look into an epoch under way, a GPU would have to be waited for
         self._shown = now
-        metric = _last(training) if training.fresh else f"train {_told(training, *training.so_far())} so far"
+        metric = _last(training) if fresh else f"train {_told(training, *training.so_far())} so far"
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now
@@ -116,20 +120,23 @@ class Display:
     def stopping(self, runs: int) -> None:
         self.console.print(f"stopping: keeping where {runs} {'run stands' if runs == 1 else 'runs stand'} ...")
 
-    def _write_epoch(self, training: Training) -> None:
-        writer = self._writers.get(training.settings)
+    def _write_epochs(self, training: Training) -> None:
+        """Those that are known and not yet told."""
+        writer, told = self._writers.get(training.settings), self._written[training.settings]
+        self._written[training.settings] = training.known
         try:
-            for name, values in training.curve.items():
-                if writer is not None and values[-1] is not None:
-                    writer.add_scalar(name.replace("_", "/"), values[-1], training.epoch)
+            for epoch in range(told, training.known):
+                for name, values in training.curve.items():
+                    if writer is not None and (value := values[epoch]) is not None:
+                        writer.add_scalar(name.replace("_", "/"), value, epoch + 1)
         except OSError as error:
             self._without_tensorboard(training.settings, error)
 
-    def _tensorboard(self, settings: Settings, folder: Path | None, epoch: int = 0) -> None:
+    def _tensorboard(self, settings: Settings, folder: Path | None) -> None:
         """Open a run's file in a folder, or close it. A run does not end for want of it."""
         try:
             if folder is not None:
-                self._writers[settings] = SummaryWriter(str(folder), purge_step=epoch + 1)
+                self._writers[settings] = SummaryWriter(str(folder), purge_step=1)
             elif settings in self._writers:
                 self._writers.pop(settings).close()
         except OSError as error:

@@ -29,7 +29,7 @@ class Watch(Protocol):
         """A run starts, or goes on."""
 
     def stepped(self, training: Training) -> None:
-        """It made a step; ``training.fresh`` says whether an epoch's numbers came in with it."""
+        """It made a step; ``training.known`` says of how many epochs the numbers are there."""
 
     def ended(self, training: Training) -> None:
         """It is done and recorded."""

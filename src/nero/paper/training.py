@@ -44,7 +44,6 @@ class Training:
         self.curve: dict[str, list[float | None]] = {
             f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")
         }
-        self.fresh = False  # whether the last step brought an epoch's numbers
         self.beside = 1  # how many runs there were at a time, at most
         self.resumed = 0  # how often it was broken off
         self._spent, self._since = 0.0, time.perf_counter()
@@ -67,6 +66,11 @@ class Training:
         return self.epoch == self.settings.epochs
 
     @property
+    def known(self) -> int:
+        """Of how many epochs the numbers have come in."""
+        return len(self.curve["train_loss"])
+
+    @property
     def seconds(self) -> float:
         """How long the run has taken, its earlier parts included."""
         return self._spent + time.perf_counter() - self._since
@@ -87,8 +91,7 @@ class Training:
             self.step += 1
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
-        self.fresh = self._pending is not None and (self.step == self._lag or self.finished)
-        if self.fresh:
+        if self.step == self._lag or self.finished:
             self._read()
 
     def so_far(self) -> tuple[float, float]:

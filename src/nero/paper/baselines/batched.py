@@ -4,6 +4,7 @@ import copy
 import math
 import numbers
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, overload
 
@@ -70,6 +71,13 @@ class Batched(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, which stays as it is: torch's own would go on writing into it."""
         super().load_state_dict(copy.deepcopy(state_dict))
+        for parameter, state in self.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"the state {name} is shaped {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}: "
+                        "load what an optimiser of the same model left"
+                    )
 
 
 def check_number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
@@ -91,31 +99,45 @@ def check_beta(name: str, beta: object) -> None:
     check_number(name, beta, "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
 
 
-@cache
 def kernels_work(device: torch.device) -> bool:
-    """Whether Triton can compile and launch a kernel there."""
+    """Whether there are kernels to step with there; a compiler fuses the plain step instead."""
+    return not torch.compiler.is_compiling() and _launches(device)
+
+
+@cache
+def _launches(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
         from nero.paper.baselines import kernels
 
-        some = torch.zeros(16, device=device)
-        kernels.madam[(1,)](some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16)
+        with on(device):
+            some = torch.zeros(16, device=device)
+            kernels.madam[(1,)](some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of Triton
     except Exception:  # not installed, no compiler for its launcher, a GPU that it does not know, ...
         return False
     return True
 
 
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Where Triton, which launches on the current device, launches on this one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def alike(*tensors: Tensor) -> bool:
-    """Whether the entries of all lie in the same order and without gaps, as the kernels take them."""
-    first = tensors[0]
-    # without gaps, the last entry in memory is as far from the first as there are others
-    extent = sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True))
-    if not 0 < first.numel() == extent + 1 < 2**31:
-        return False
-    return all(
+    """Whether the entries of all lie in the same order, without gaps, none over another: so kernels take them."""
+    first, entries = tensors[0], 1
+    for stride, size in sorted(zip(first.stride(), first.shape, strict=True)):
+        if size > 1 and stride != entries:
+            return False
+        entries *= size
+    # the kernels count in int32, and look a little beyond the end
+    return 0 < entries < 2**31 - 2**21 and all(
         type(each) in (Tensor, nn.Parameter)
         and each.dtype == torch.float32
+        and each.shape == first.shape
         and each.stride() == first.stride()
         and not each.is_neg()
         for each in tensors

@@ -12,7 +12,7 @@ def madam(weight, grad, square, correction, lr, count, beta, fresh, clip, limit,
     w = tl.load(weight + i, here, 0.0)
     g = tl.load(grad + i, here, 0.0)
     v = tl.load(square + i, here, 0.0) * beta + fresh * g * g
-    root = tl.sqrt(v)
+    root = tl.sqrt_rn(v)  # tl.sqrt takes the smallest numbers for zero
     turn = g / tl.where(root < tiny, tiny, root) * tl.load(correction)
     # by comparison, where a number that is none stays none
     turn = tl.where(turn > clip, clip, tl.where(turn < -clip, -clip, turn))
@@ -40,7 +40,7 @@ def lamb_look(
         v = tl.load(square + i, here, 0.0) * beta2 + fresh2 * g * g
         tl.store(average + i, m, here)
         tl.store(square + i, v, here)
-        u = m / (tl.sqrt(v) + eps)
+        u = m / (tl.sqrt_rn(v) + eps)
         of_weights += w * w
         of_updates += u * u
     tl.store(sums + 2 * tl.program_id(0), tl.sum(of_weights, 0))
@@ -52,5 +52,5 @@ def lamb_move(weight, average, square, rate, count, eps, BLOCK: tl.constexpr):
     """Step by the update times the rate, which hangs on the sums of all programs above."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < count
-    u = tl.load(average + i, here, 0.0) / (tl.sqrt(tl.load(square + i, here, 0.0)) + eps)
+    u = tl.load(average + i, here, 0.0) / (tl.sqrt_rn(tl.load(square + i, here, 0.0)) + eps)
     tl.store(weight + i, tl.load(weight + i, here, 0.0) - tl.load(rate) * u, here)

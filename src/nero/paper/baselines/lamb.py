@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work
+from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work, on
 
 #: No weight counts for more than this in the trust ratio.
 LARGEST_NORM = 10.0
@@ -79,7 +79,8 @@ class Lamb(Batched):
             every = list(zip(weights, grads, states, strict=True))
             large = [each for each in every if each[0].numel() >= LARGE and alike(*each[:2], *each[2].values())]
             if large:
-                _by_kernels(options, large)
+                with on(weights[0].device):
+                    _by_kernels(options, large)
                 every = [each for each in every if all(each[0] is not other[0] for other in large)]
                 if not every:
                     return

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work
+from nero.paper.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work, on
 
 #: Weights to a program of the kernel.
 BLOCK = 1024
@@ -87,8 +87,9 @@ class Madam(Batched):
         corrections = torch.expm1(torch.stack(steps).to(dtype) * decay).neg().sqrt()
         if kernels_work(device) and all(map(alike, weights, grads, squares)):
             rate = lr.to(device, dtype) if isinstance(lr, Tensor) else torch.full((), lr, dtype=dtype, device=device)
-            for each in zip(weights, grads, squares, corrections.unbind(), limits, strict=True):
-                _launch(*each, rate, beta, clip)
+            with on(device):
+                for each in zip(weights, grads, squares, corrections.unbind(), limits, strict=True):
+                    _launch(*each, rate, beta, clip)
             torch.autograd.graph.increment_version(weights)  # which torch has not seen change
             return
 

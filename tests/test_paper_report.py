@@ -203,6 +203,11 @@ def test_a_short_run_in_another_precision_stands_beside_the_same_epoch():
         assert [line[5], line[7]] == [f"{100 * value:.2f}" for value in beside]
         assert line[6] == "50.00"
     assert vgg(short, full)[0][2] == "12.00"  # and counts for nothing else
+    a_try = record(*NERO, 0, 0.3, epochs=19)
+    assert "No run was made" in tables.of_task("cifar10-vgg11", Runs([a_try, full]))["precision"]
+    third = record(*NERO, 0, 0.3, epochs=30, precision="bfloat16")
+    (line,) = vgg(record(*NERO, 0, 0.89), full, third, table="precision")
+    assert line[3:] == ["199", "91.00", "90.00", "11.00", "12.00"]
 
 
 def test_of_repeated_runs_the_latest_counts():

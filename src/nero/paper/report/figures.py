@@ -96,10 +96,10 @@ def _deep(facts: Published, runs: Runs) -> Figure:
     _label(curves, entries, facts)
     _dress(curves, "epoch", "Train accuracy, each at the authors' best rate")
 
-    tried = sorted({cell.rate for cell in facts.search})
+    tried, diverged = sorted({cell.rate for cell in facts.search}), False
     for place, entry in enumerate(entries):
         # side by side, since most of them meet at chance
-        aside = 10 ** (0.19 * (place - (len(entries) - 1) / 2))
+        aside = 10 ** (0.14 * (place - (len(entries) - 1) / 2))
         cells = [cell for cell in facts.search if cell.optimiser == entry.row.optimiser]
         rates.plot(
             [aside * cell.rate for cell in cells], [cell.train for cell in cells],
@@ -111,12 +111,18 @@ def _deep(facts: Published, runs: Runs) -> Figure:
             linestyle="-", linewidth=0.7, marker=entry.look.marker, markersize=5, color=entry.look.colour,
             zorder=4 if entry.bold else 3,
         )  # fmt: skip
+        lost = {rate: run for rate, run in ours.items() if run.diverged}
+        diverged |= bool(lost)
+        rates.plot(
+            [aside * rate for rate in lost], [run.final("train_accuracy") for run in lost.values()],
+            linestyle="", marker="x", markersize=9, markeredgewidth=1.6, color="black", zorder=5,
+        )  # fmt: skip
     rates.set_xscale("log")
     rates.set_xticks(tried, [f"{rate:g}" for rate in tried])
     rates.xaxis.set_minor_locator(NullLocator())
     _dress(rates, "learning rate (points set apart)", "In the last epoch, at every rate")
     _per_cent(curves, rates)
-    _key(figure, entries, facts, each=True)
+    _key(figure, entries, facts, each=True, diverged=diverged)
     return figure
 
 
@@ -149,8 +155,7 @@ def _errors(facts: Published, runs: Runs) -> Figure:
             _curve(axes, entry, measure, place, len(entries))
         _log_error(axes, entries, measure, facts)
         _dress(axes, "epoch", words + (", by Nero's constraints" if entries[0].name in short.values() else ""))
-    if not any(entry.runs for entry in entries):
-        panels[0].text(0.5, 0.5, "not run", transform=panels[0].transAxes, ha="center", color=GREY)
+    _say_if_empty(panels[0], entries)
     _gutter(panels[1], entries, facts)
     _label(panels[1], entries, facts)
     _key(figure, entries, facts)
@@ -177,10 +182,19 @@ def _granularity(facts: Published, runs: Runs) -> Figure:
     low, high = min(axes.get_ylim()[0] for axes in panels), max(axes.get_ylim()[1] for axes in panels)
     for axes, entries in zip(panels, both, strict=True):
         axes.set_ylim(low, high)
+        _say_if_empty(axes, entries)
         _gutter(axes, entries, facts)
         _label(axes, entries, facts)
     _key(figure, [entry for entries in both for entry in entries], facts)
     return figure
+
+
+def _say_if_empty(axes: Axes, entries: list[Entry]) -> None:
+    if not any(entry.runs for entry in entries):
+        axes.text(
+            0.4, 0.5, "not run",
+            transform=axes.transAxes, ha="center", va="center", color=GREY, backgroundcolor="white",
+        )  # fmt: skip
 
 
 def _entry(row: Final, runs: Runs, name: str | None = None) -> Entry:
@@ -257,7 +271,7 @@ def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
         where: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": colour}
         axes.plot([1.0, 1.03], [end, height], linewidth=0.8, **where)
         axes.plot([1.03], [height], marker=marker, markersize=6, markerfacecolor=filled, **where)
-        weight = "bold" if entry.bold else "normal"
+        weight = "bold" if entry.bold and entry.runs else "normal"
         axes.text(1.055, height, _words(entry, facts), va="center", fontsize=9.5, fontweight=weight, **where)
 
 
@@ -339,11 +353,15 @@ def _dress(axes: Axes, below: str, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _key(figure: Figure, entries: list[Entry], facts: Published, *, each: bool = False) -> None:
+def _key(figure: Figure, entries: list[Entry], facts: Published, *, each: bool = False, diverged: bool = False) -> None:
     """What the styles mean, in grey above the panels; the names are beside the curves."""
     handles: list[Artist] = []
-    if any(entry.runs for entry in entries):
-        handles.append(Line2D([], [], color=GREY, linewidth=2, marker="o", label="ours, mean over seeds"))
+    runs = [run for entry in entries for run in entry.runs]
+    if runs:
+        kinds = {"tf32": "TF32", "float32": "float32"}
+        told = " and ".join(sorted({kinds.get(run.precision, run.precision) for run in runs}, reverse=True))
+        words = "ours, mean over seeds" + (f" ({told})" if told != "float32" else "")
+        handles.append(Line2D([], [], color=GREY, linewidth=2, marker="o", label=words))
     if any(len(entry.runs) > 1 for entry in entries):
         seeds = Line2D([], [], color=GREY, alpha=0.5, linewidth=0.9, label="ours, each seed")
         handles.append(seeds if each else Patch(color=GREY, alpha=0.25, linewidth=0, label="ours, range over seeds"))
@@ -351,6 +369,8 @@ def _key(figure: Figure, entries: list[Entry], facts: Published, *, each: bool =
         ((0, (DASH, DASH)), "the authors', mean over seeds") if facts.curves else ("", "paper, mean ± spread")
     )
     handles.append(Line2D([], [], color=GREY, linewidth=0.9, ls=dashes, marker="o", mfc="white", label=words))
+    if diverged:
+        handles.append(Line2D([], [], color="black", linewidth=0, marker="x", markeredgewidth=1.6, label="diverged"))
     columns = len(handles) if figure.get_figwidth() > 9 else 3
     options = {"ncols": columns, "frameon": False, "fontsize": SMALL, "borderaxespad": 1.4}
     figure.legend(handles=handles, loc="outside upper left", **options)

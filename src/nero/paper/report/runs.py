@@ -113,19 +113,22 @@ class Runs:
         return sorted({rate for task, name, rate, _ in self._counted if (task, name) == (row.task, row.optimiser)})
 
     def in_several_precisions(self, task: str) -> list[list[Run]]:
-        """Runs that differ in nothing but their precision, each as it stood after the last epoch that all of them have.
+        """Runs of one contender, rate and seed in several precisions, after the last epoch that two of them have.
 
-        Short ones are among them; of repeated ones the longest counts, and of those the latest.
+        Short ones are among them, unless they are tries of less than a tenth; of repeated ones the longest counts, and
+        of those the latest.
         """
+        least = all_published()[task].epochs / 10
         groups: dict[tuple[str, float, int], dict[str, Run]] = {}
         for run in self._ours:
-            if run.task == task:
+            if run.task == task and run.epochs >= least:
                 groups.setdefault((run.optimiser, run.rate, run.seed), {})[run.precision] = run
         found = []
         for group in groups.values():
             if len(group) > 1:
-                epoch = min(run.epochs for run in group.values())
-                found.append(sorted((run.until(epoch) for run in group.values()), key=_worth, reverse=True))
+                epoch = sorted(run.epochs for run in group.values())[-2]
+                long = [run.until(epoch) for run in group.values() if run.epochs >= epoch]
+                found.append(sorted(long, key=_worth, reverse=True))
         return sorted(found, key=lambda group: _order(group[0]))
 
 

@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import nero
-from nero.paper.data import Images, Pictures, load
+from nero.paper.data import Corpus, Dataset, Images, Pictures, load
+from nero.paper.data.corpus import Rows
 from nero.paper.protocol import Precision, Task
 from nero.paper.record import commit
 from nero.paper.tasks import TASKS
@@ -34,7 +35,7 @@ from nero.paper.training import Training
 
 ROOT = Path(__file__).parents[1]
 #: One task for each network; those on the same one take the same time.
-TIMED = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18")
+TIMED = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18", "wikitext2")
 SCRIPTED = "mnist-deep, the authors' way"
 
 
@@ -56,11 +57,11 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
     precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
-    whole = {name: pictures(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED)}
+    whole = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED)}
     for name in TIMED:
         task = TASKS[name]
         data = part(whole[task.dataset], share, task.batch).to(device)
-        times = len(whole[task.dataset].train.labels) / len(data.train.labels)
+        times = whole[task.dataset].examples / data.examples
         for precision in precisions:
             first = next(iter(task.contenders))
             rows.append(
@@ -68,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             )
             console.print(f"{name}, {precision}: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
             if name == "mnist-deep":
-                rows.append(time_script(whole["mnist"].train, device, precision, rows[-1]))
+                rows.append(time_script(images(whole["mnist"]), device, precision, rows[-1]))
                 console.print(f"{SCRIPTED}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
             if name == "mnist-deep" and device.type == "cuda" and precision == "float32":
                 cells = [(optimiser, rate) for optimiser in task.contenders for rate in task.grid]
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def time_cells(
-    task: Task, cells: list[tuple[str, float]], data: Pictures, precision: Precision, epochs: int, larger: float
+    task: Task, cells: list[tuple[str, float]], data: Dataset, precision: Precision, epochs: int, larger: float
 ) -> Row:
     """Seconds an epoch of runs side by side, after the first; all the data is so many times larger than this."""
     start = time.perf_counter()
@@ -199,21 +200,30 @@ def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tens
         yield from DataLoader(Examples(), batch_size=batch, shuffle=True)
 
 
-def pictures(name: str, folder: Path | None) -> Pictures:
-    """A data set, which of those that are timed is one of images."""
-    found = load(name, folder)
-    assert isinstance(found, Pictures)
-    return found
+def images(data: Dataset) -> Images:
+    """What a data set of images trains on."""
+    assert isinstance(data, Pictures)
+    return data.train
 
 
-def part(data: Pictures, share: float, batch: int) -> Pictures:
-    """The first images of a data set, at least a few batches."""
+def part(data: Dataset, share: float, batch: int) -> Dataset:
+    """The first examples of a data set, at least a few batches."""
+    assert isinstance(data, Pictures | Corpus)
+    if isinstance(data, Corpus):
+        train, valid, test = (text_of(rows, share, batch) for rows in (data.train, data.valid, data.test))
+        return replace(data, train=train, valid=valid, test=test)
 
     def first(images: Images, least: int) -> Images:
         count = max(least, round(share * len(images.labels)))
         return Images(images.pixels[:count], images.labels[:count])
 
     return replace(data, train=first(data.train, 2 * batch), test=first(data.test, 1))
+
+
+def text_of(rows: Rows, share: float, batch: int) -> Rows:
+    """The first rows of a text, whole batches of them."""
+    count = max(2, round(share * len(rows.words) / batch)) * batch
+    return Rows(rows.words[:count], rows.labels[:count])
 
 
 def table(rows: list[Row]) -> Table:

@@ -164,10 +164,16 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
     from test_paper import made
 
     from nero.paper.models.mlp import mlp
+    from nero.paper.models.transformer import language_model
     from nero.paper.models.vgg import vgg11
 
     for name, task in list(suite.TASKS.items()):
-        model = partial(mlp, 2) if task.dataset == "mnist" else partial(vgg11, width=1 / 32)
+        models = {
+            "mnist": partial(mlp, 2),
+            "cifar10": partial(vgg11, width=1 / 32),
+            "wikitext2": partial(language_model, 7, width=8, hidden=8),
+        }
+        model = models[task.dataset]
         contenders = {key: replace(each, model=None) for key, each in task.contenders.items()}
         monkeypatch.setitem(suite.TASKS, name, replace(task, model=model, contenders=contenders, batch=8))
     monkeypatch.setattr(suite, "load", lambda name, _: made(name, examples=160))

@@ -48,7 +48,7 @@ MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / 
 def made(name="cifar10", examples=20, tests=10, seed=0):
     """Labelled noise in a data set's shape, each class a little brighter than the one before; or some words."""
     if name == "wikitext2":
-        text = [f"word{i * i % 7}" for i in range(20 * 36 * examples // 20 + 1)]
+        text = [f"word{i * i % 7}" for i in range(20 * (examples // 20 * 35 + 1))]
         return numbered(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
     shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[name]
     generator = torch.Generator().manual_seed(seed)
@@ -932,6 +932,23 @@ def test_captured_steps_are_the_steps(contender, monkeypatch):
     assert captured.curve["train_loss"] == pytest.approx(plain.curve["train_loss"], rel=1e-3)
     for name, value in plain.model.state_dict().items():
         torch.testing.assert_close(captured.model.state_dict()[name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", TASKS["wikitext2"].contenders)
+def test_captured_steps_are_the_steps_of_a_language_model(contender, monkeypatch):
+    task = replace(TASKS["wikitext2"], model=partial(language_model, 7, width=16, hidden=16), epochs=2)
+    data, settings = made("wikitext2", examples=60).to("cuda"), task.settings(contender, epochs=2)
+    captured = Training(task, settings, data)
+    while not captured.finished:
+        captured.advance()
+    assert len(captured._graphs) == 1
+    monkeypatch.setattr(Training, "_learn", Training._update)
+    plain = Training(task, settings, data)
+    while not plain.finished:
+        plain.advance()
+    for name, values in plain.curve.items():
+        assert captured.curve[name] == pytest.approx(values, rel=1e-3, abs=2e-3)
 
 
 @pytest.mark.gpu

@@ -11,9 +11,11 @@ from nero.paper.models.dropout import Dropout
 class Attention(nn.Module):
     """Each word looks at itself and at those before it."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, longest: int, dropout: float) -> None:
         super().__init__()
         self.heads = heads
+        self.register_buffer("later", torch.ones(longest, longest, dtype=torch.bool).triu(1), persistent=False)
+        self.later: Tensor
         self.into = nn.Linear(width, 3 * width)  # queries, keys and values
         self.out = nn.Linear(width, width)
         self.dropout = Dropout(dropout)
@@ -26,17 +28,16 @@ class Attention(nn.Module):
         shape = (batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = self.into(inputs).view(shape).permute(2, 0, 3, 1, 4)
         scores = queries @ keys.transpose(-2, -1) / math.sqrt(width // self.heads)
-        later = torch.ones(length, length, dtype=torch.bool, device=inputs.device).triu(1)
-        shares = self.dropout(scores.masked_fill(later, -math.inf).softmax(-1))
+        shares = self.dropout(scores.masked_fill(self.later[:length, :length], -math.inf).softmax(-1))
         return self.out((shares @ values).transpose(1, 2).reshape(inputs.shape))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
     """Attention, then a layer of its own for each word; each is added to what it was given."""
 
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, longest: int, dropout: float) -> None:
         super().__init__()
-        self.attention = nn.Sequential(Attention(width, heads, dropout), Dropout(dropout))
+        self.attention = nn.Sequential(Attention(width, heads, longest, dropout), Dropout(dropout))
         self.feed_forward = nn.Sequential(
             nn.Linear(width, hidden), nn.ReLU(), Dropout(dropout), nn.Linear(hidden, width), Dropout(dropout)
         )
@@ -85,7 +86,7 @@ def language_model(
         longest: how many words at most at a time.
         dropout: the probability to drop a unit, a share of attention, or an entry of an embedding.
     """
-    blocks = [Block(width, heads, hidden, dropout) for _ in range(layers)]
+    blocks = [Block(width, heads, hidden, longest, dropout) for _ in range(layers)]
     decoder = nn.Linear(width, words)
     nn.init.uniform_(decoder.weight, -0.1, 0.1)
     nn.init.zeros_(decoder.bias)

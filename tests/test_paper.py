@@ -26,13 +26,13 @@ from rich.console import Console
 import nero
 from nero.paper import cli, progress, record, sweep
 from nero.paper.baselines import lamb
-from nero.paper.data import Images, Pictures
+from nero.paper.data import Images, Pictures, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
 from nero.paper.models.dropout import Dropout
 from nero.paper.models.mlp import ScaledReLU, mlp, reparameterised
 from nero.paper.models.resnet import resnet18
-from nero.paper.models.transformer import language_model
+from nero.paper.models.transformer import Translator, language_model
 from nero.paper.models.vgg import vgg11
 from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
@@ -50,6 +50,10 @@ def made(name="cifar10", examples=20, tests=10, seed=0):
     if name == "wikitext2":
         text = [f"word{i * i % 7}" for i in range(20 * (examples // 20 * 35 + 1))]
         return numbered(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
+    if name == "multi30k":
+        sentences = [[f"wort{i * k % 5}" for k in range(1 + i % 9)] for i in range(examples)]
+        both = [(one, [word.replace("o", "") for word in one]) for one in sentences]
+        return pairs.numbered(name, both, both[:tests], both[:tests])
     shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[name]
     generator = torch.Generator().manual_seed(seed)
 
@@ -134,7 +138,10 @@ def result(record):
 def test_every_task_trains(name, contender, tmp_path):
     task = replace(TASKS[name], batch=4)
     data = made(task.dataset, examples=6 if task.dataset != "wikitext2" else 20, tests=5)
-    task = task if task.dataset != "wikitext2" else replace(task, batch=10, model=partial(language_model, 7))
+    if task.dataset == "wikitext2":
+        task = replace(task, batch=10, model=partial(language_model, 7))
+    if task.dataset == "multi30k":
+        task = replace(task, model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=2))
     trained = Training(task, task.settings(contender, epochs=1), data)
     before = [value.detach().clone() for value in trained.model.parameters()]
     while not trained.finished:
@@ -146,7 +153,7 @@ def test_every_task_trains(name, contender, tmp_path):
     found = Store(tmp_path).finish(trained)
     assert {len(values) for values in found["curve"].values()} == {1}
     assert set(found["curve"]) == {f"{part}_{what}" for part in ("train", *data.parts) for what in ("loss", "accuracy")}
-    assert task.dataset == "wikitext2" or found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
+    assert task.metric == "valid_loss" or found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
     assert found["batch"] == task.batch
     assert found == {key: value for key, value in read_records(tmp_path)[0].items() if key != "path"}
     balanced = {"nero", "nero-both", "lamb-balanced", "madam-balanced"}
@@ -199,6 +206,76 @@ def test_the_language_model_has_the_papers_tensors():
     assert not model[-1].bias.any()
     dropouts = [module.keep for module in model.modules() if isinstance(module, Dropout)]
     assert dropouts == [0.8] * 9
+
+
+def test_the_translator_is_torchs_without_gains():
+    torch.manual_seed(0)
+    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.1).eval()
+    words = torch.randint(1, 30, (4, 2, 7))
+    words[0, 0, 5:] = words[2, 0, 3:] = 0  # shorter ones
+    places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
+    waves = torch.stack([places.sin(), places.cos()], -1).flatten(1)
+    table = ours.embedding.words.weight
+
+    def normed(x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+
+    def fill(layer, of):
+        for theirs, heads in zip(
+            [layer.self_attn, getattr(layer, "multihead_attn", None)], of.attentions, strict=False
+        ):
+            theirs.in_proj_weight.copy_(torch.cat([heads.queries.weight, heads.keys.weight, heads.values.weight]))
+            theirs.out_proj.weight.copy_(heads.out.weight)
+            theirs.in_proj_bias.zero_()
+            theirs.out_proj.bias.zero_()
+        for linear, which in ((layer.linear1, 0), (layer.linear2, 2)):
+            linear.load_state_dict(of.feed_forward[which].state_dict())
+        return layer.eval()
+
+    with torch.no_grad():
+        source, target = (normed(table[words[:, side]] * math.sqrt(12) + waves) for side in (0, 1))
+        blanks, later = words[:, 0] == 0, nn.Transformer.generate_square_subsequent_mask(7)
+        form = {"d_model": 12, "nhead": 3, "dim_feedforward": 8, "layer_norm_eps": 1e-6, "batch_first": True}
+        for each in ours.encoder:
+            source = fill(nn.TransformerEncoderLayer(**form), each)(source, src_key_padding_mask=blanks)
+        for each in ours.decoder:
+            layer = fill(nn.TransformerDecoderLayer(**form), each)
+            target = layer(target, source, tgt_mask=later, memory_key_padding_mask=blanks)
+        torch.testing.assert_close(ours(words), target @ table.T, rtol=1e-4, atol=1e-5)
+
+
+def test_the_translator_has_the_papers_tensors():
+    with torch.device("meta"):
+        model = Translator()
+    assert len(list(model.parameters())) == 121
+    assert model.embedding.words.weight.shape == (9529, 512)
+    assert {role.kind for role in nero.roles_of(model).values()} == {"neuron", "bias"}
+
+
+def test_labels_are_smoothed_and_losses_summed_to_train_on_and_not_to_tell():
+    data = made("multi30k", examples=30)
+    model = partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=1, dropout=0.0)
+    task = replace(TASKS["translation"], model=model, schedule=constant, batch=30)
+    steps, losses = {}, {}
+    for name, changes in {"paper": {}, "plain": {"smoothing": 0.0}, "mean": {"summed": False}}.items():
+        training = Training(replace(task, **changes), task.settings("sgd", 1e-4), data)
+        before = [weight.detach().clone() for weight in training.model.parameters()]
+        training.advance()
+        steps[name] = [now.detach() - was for now, was in zip(training.model.parameters(), before, strict=True)]
+        losses[name] = training.curve["train_loss"]
+    assert losses["plain"] == pytest.approx(losses["paper"])
+    assert losses["mean"] == pytest.approx(losses["paper"])
+    count = int((data.train.labels >= 0).sum())
+    for summed, mean in zip(steps["paper"], steps["mean"], strict=True):
+        torch.testing.assert_close(summed, count * mean, rtol=0.05, atol=1e-5)
+    assert not all(torch.allclose(*both, atol=1e-7) for both in zip(steps["paper"], steps["plain"], strict=True))
+
+
+def test_the_rate_of_a_translation_rises_and_falls_epoch_by_epoch():
+    rate = TASKS["translation"].schedule
+    assert [rate(step, 10) for step in (0, 9, 10, 495, 500, 505, 510, 985, 999)] == pytest.approx(
+        [0.02, 0.02, 0.04, 1.0, 0.98, 0.98, 0.96, 0.02, 0.0]
+    )
 
 
 def test_a_language_model_learns_what_follows_what():
@@ -850,6 +927,7 @@ def test_tensorboard_has_every_epoch(broken_off, lag, tmp_path, monkeypatch):
         shown.stepped = stepped
         with pytest.raises(KeyboardInterrupt), shown:
             train(TINY, [settings], made(), Store(tmp_path), shown)
+        time.sleep(1.1)  # TensorBoard reads files in the order of the second in their names
     shown, _ = display(False, tmp_path)
     with shown:
         (found,) = train(TINY, [settings], made(), Store(tmp_path), shown)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from nero.paper.data import FILES, DataError, Images, Pictures, augment, corpus, download, load, sources
+from nero.paper.data import FILES, DataError, Images, Pictures, augment, corpus, download, load, pairs, sources
 from nero.paper.data.augment import crop_flip_rotate
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -31,7 +32,7 @@ REAL = os.environ.get("NERO_DATA")
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch):
     """No network, and no folder of the user's, unless a test says so."""
-    monkeypatch.setattr(sources, "HOMES", {"mnist": (), "cifar10": (), "wikitext2": ()})
+    monkeypatch.setattr(sources, "HOMES", {"mnist": (), "cifar10": (), "wikitext2": (), "multi30k": ()})
     for variable in ("NERO_DATA", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("no_proxy", "*")
@@ -700,7 +701,7 @@ def test_words_are_numbered_as_they_come_up():
     assert found.parts == ("valid", "test")
     assert found.test.words.unique().tolist() == [0, 3]  # and what fills rows up, which no label asks for
     assert set(found.valid.labels.unique().tolist()) == {corpus.NOTHING, 1, 2}
-    words, labels = found.epoch(torch.Generator(), None)
+    words, labels = (torch.cat(part) for part in zip(*found.epoch(7, torch.Generator(), None), strict=True))
     assert len(words) == found.examples == 20
     assert torch.equal(words, found.train.words)
     assert torch.equal(labels, found.train.labels)
@@ -750,3 +751,78 @@ def test_the_real_corpus():
     assert len(found.vocabulary) == 33278
     assert found.examples == 20 * 2984
     assert int((found.train.labels >= 0).sum()) == 20 * (2_088_628 // 20 - 1)
+
+
+# -- pairs -------------------------------------------------------------------------------------
+
+
+def test_pairs_are_read_and_written_word_by_word():
+    train = [(["a", "b"], ["x"]), (["a"], ["x", "y", "x"]), (["a", "rare"], ["y", "y"])]
+    found = pairs.numbered("made", train, train[:1], train[1:2])
+    assert found.vocabulary == ("<blank>", "<unk>", "<s>", "</s>", "a", "x", "y")  # b comes up once, rare once
+    a, x, y = 4, 5, 6
+    assert found.train.words.tolist() == [
+        [[2, a, 1, 3], [2, x, 0, 0]],
+        [[2, a, 3, 0], [2, x, y, x]],
+        [[2, a, 1, 3], [2, y, y, 0]],
+    ]
+    nothing = pairs.NOTHING
+    assert found.train.labels.tolist() == [[x, 3, nothing, nothing], [x, y, x, 3], [y, y, 3, nothing]]
+    assert found.train.lengths == (4, 4, 4)
+    assert found.valid.words.shape == (1, 2, 4)
+
+
+def test_an_epoch_of_pairs_has_each_once_and_few_lengths():
+    chance = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 30, (50, 2), generator=chance).tolist()
+    train = [([f"s{i}"] * one, [f"t{i}"] * other) for i, (one, other) in enumerate(lengths)]
+    found = pairs.numbered("made", train, train[:3], train[3:5])
+    orders = []
+    for seed in (1, 1, 2):
+        batches = found.epoch(8, torch.Generator().manual_seed(seed), None)
+        assert [len(words) for words, _ in batches] == [8] * 6 + [2]
+        for words, labels in batches:
+            assert words.shape[2] == labels.shape[1]
+            assert words.shape[2] % 8 == 0 or words.shape[2] == found.train.labels.shape[1]
+        whole = [F.pad(words, (0, 40 - words.shape[2])) for words, _ in batches]
+        orders.append(torch.cat(whole))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    wanted = F.pad(found.train.words, (0, 40 - found.train.words.shape[2])).flatten(1).tolist()
+    assert sorted(orders[0].flatten(1).tolist()) == sorted(wanted)
+    assert sum(len(words) for words, _ in found.batches("valid")) == 3
+
+
+def test_long_sentences_are_not_trained_on():
+    long = (["a"] * 101, ["b"])
+    found = pairs.numbered("made", [(["a"], ["b"]), long], [long], [long])
+    assert found.examples == 1
+    assert found.valid.words.shape[2] == 103
+    with pytest.raises(DataError, match="no sentence to train on"):
+        pairs.numbered("made", [long], [long], [long])
+
+
+def test_the_pairs_are_found_checked_and_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "multi30k" / "tok"
+    folder.mkdir(parents=True)
+
+    def write(name: str, content: bytes) -> None:
+        (folder / name).write_bytes(content)
+        monkeypatch.setitem(FILES, name, f"sha256:{hashlib.sha256(content).hexdigest()}")
+
+    for german, english in sources.MULTI30K:
+        write(german, "ein süßer hund .\n".encode() * 4)
+        write(english, b"a sweet dog .\n" * 4)
+    found = load("multi30k", tmp_path)
+    assert found.vocabulary[4:] == ("ein", "süßer", "hund", ".", "a", "sweet", "dog")
+    assert found.examples == 4
+    write(sources.MULTI30K[1][1], b"a sweet dog .\n")
+    with pytest.raises(DataError, match=r"val\.lc\.norm\.tok\.de has 4 sentences and .* has 1: these do not belong"):
+        load("multi30k", tmp_path)
+
+
+@pytest.mark.skipif(not REAL or not Path(REAL, "multi30k/tok").is_dir(), reason="no Multi30k: set NERO_DATA")
+def test_the_real_pairs():
+    found = load("multi30k", Path(REAL))
+    assert len(found.vocabulary) == 9529
+    assert [len(getattr(found, part).words) for part in ("train", "valid", "test")] == [29000, 1014, 1000]

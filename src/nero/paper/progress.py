@@ -81,7 +81,7 @@ class Display:
     def begun(self, training: Training) -> None:
         task, settings = training.task, training.settings
         name = task.name_of(settings)
-        self._tensorboard(settings, self.out / "tensorboard" / task.name / name)
+        self._tensorboard(settings, self.out / "tensorboard" / task.name / name, again=training.steps_done > 0)
         self._written[settings] = 0
         self._write_epochs(training)  # again, if it goes on: it may have been broken off before they were all told
         self._bars[settings] = self.progress.add_task(
@@ -132,11 +132,11 @@ class Display:
         except OSError as error:
             self._without_tensorboard(training.settings, error)
 
-    def _tensorboard(self, settings: Settings, folder: Path | None) -> None:
+    def _tensorboard(self, settings: Settings, folder: Path | None, *, again: bool = False) -> None:
         """Open a run's file in a folder, or close it. A run does not end for want of it."""
         try:
             if folder is not None:
-                self._writers[settings] = SummaryWriter(str(folder), purge_step=1)
+                self._writers[settings] = SummaryWriter(str(folder), purge_step=1 if again else None)
             elif settings in self._writers:
                 self._writers.pop(settings).close()
         except OSError as error:

@@ -56,6 +56,8 @@ class Task:
         seconds: what a run alone takes, in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1; None: not
             timed yet.
         side_by_side: how many runs one such GPU does well at a time.
+        smoothing: how much of each label is shared out among all, to train on.
+        summed: train on the sum of a batch's losses, and not on their mean.
     """
 
     name: str
@@ -72,6 +74,8 @@ class Task:
     seconds: tuple[float | None, float | None]
     augment: Augment | None = None
     side_by_side: int = 4
+    smoothing: float = 0.0
+    summed: bool = False
 
     def settings(
         self,
@@ -153,3 +157,13 @@ def warm_up_then_drop(warm_up: int, factor: float, at: tuple[int, ...]) -> Sched
 def drop(factor: float, at: tuple[int, ...]) -> Schedule:
     """A rate that is multiplied by the factor at some epochs."""
     return lambda step, steps_an_epoch: factor ** sum(step >= epoch * steps_an_epoch for epoch in at)
+
+
+def rise_and_fall(top: int, end: int) -> Schedule:
+    """A rate that changes once an epoch: it rises linearly to its peak in the top-th, and falls to zero in the last."""
+
+    def schedule(step: int, steps_an_epoch: int) -> float:
+        epoch = 1 + step // steps_an_epoch
+        return epoch / top if epoch <= top else (end - epoch) / (end - top)
+
+    return schedule

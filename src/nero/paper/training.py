@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -49,8 +49,8 @@ class Training:
         self._spent, self._since = 0.0, time.perf_counter()
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self._inputs = self._labels = torch.empty(0)
+        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._batches: Sequence[tuple[Tensor, Tensor]] = ()
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
         with self._on_stream():
@@ -85,9 +85,8 @@ class Training:
         with self._on_stream():
             if self.step == 0:
                 self._begin_epoch()
-            start = self.step * self.task.batch
             self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
-            self._learn(self._inputs[start : start + self.task.batch], self._labels[start : start + self.task.batch])
+            self._learn(*self._batches[self.step])
             self.step += 1
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
@@ -147,7 +146,7 @@ class Training:
 
     def _begin_epoch(self) -> None:
         self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
-        self._inputs, self._labels = self.data.epoch(self.generator, self.task.augment)
+        self._batches = self.data.epoch(self.task.batch, self.generator, self.task.augment)
         self.totals.zero_()
         self.model.train()
 
@@ -155,9 +154,9 @@ class Training:
         if self._stream is None:
             self._update(inputs, labels)
             return
-        if len(labels) not in self._graphs:
-            self._graphs[len(labels)] = self._capture(inputs.clone(), labels.clone())
-        graph, held_inputs, held_labels = self._graphs[len(labels)]
+        if inputs.shape not in self._graphs:
+            self._graphs[inputs.shape] = self._capture(inputs.clone(), labels.clone())
+        graph, held_inputs, held_labels = self._graphs[inputs.shape]
         held_inputs.copy_(inputs)
         held_labels.copy_(labels)
         graph.replay()
@@ -166,11 +165,16 @@ class Training:
         with _precision(self.settings.precision):
             self.optimiser.zero_grad()
             logits = self.model(inputs)
-            loss = _loss(logits, labels)
+            loss = self._objective(logits, labels)
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimiser.step()
         with torch.no_grad():
-            self.totals += _totals(logits, labels, loss)
+            plain = not (self.task.smoothing or self.task.summed)
+            self.totals += _totals(logits, labels, loss if plain else None)
+
+    def _objective(self, logits: Tensor, labels: Tensor) -> Tensor:
+        reduction = "sum" if self.task.summed else "mean"
+        return _cross_entropy(logits, labels, label_smoothing=self.task.smoothing, reduction=reduction)
 
     def _capture(self, inputs: Tensor, labels: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         """A graph of the update on these tensors. What the warm-up changes is put back."""
@@ -190,7 +194,7 @@ class Training:
         return graph, inputs, labels
 
     def _end_epoch(self) -> None:
-        self._inputs = self._labels = torch.empty(0)
+        self._batches = ()
         totals = torch.stack([self.totals, *map(self._look, self.data.parts)])
         self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
         self._pending.copy_(totals, non_blocking=True)
@@ -216,22 +220,23 @@ class Training:
         for inputs, labels in self.data.batches(part):
             with _precision(self.settings.precision):
                 logits = self.model(inputs)
-            totals += _totals(logits, labels, _loss(logits, labels))
+            totals += _totals(logits, labels)
         return totals
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
-def _loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over labels, whatever shape they have; those below zero count for nothing."""
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    """Over labels of any shape; those below zero count for nothing."""
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
 
 
-def _totals(logits: Tensor, labels: Tensor, loss: Tensor) -> Tensor:
-    """The sum of the losses, how many are right, and how many there are."""
+def _totals(logits: Tensor, labels: Tensor, loss: Tensor | None = None) -> Tensor:
+    """The sum of the losses, whose mean may be known, how many are right, and how many there are."""
     count = (labels >= 0).sum()
     correct = (logits.argmax(-1) == labels).sum()
+    loss = _cross_entropy(logits, labels) if loss is None else loss
     return torch.stack([loss.double() * count, correct.double(), count.double()])
 
 

@@ -1,10 +1,11 @@
 """The data sets of the paper's experiments: found or downloaded, checked, and whole in memory.
 
 :func:`load` gives a :class:`Dataset`: of images (MNIST, CIFAR-10), kept as bytes, which
-:func:`nero.paper.data.augment.crop_flip_rotate` moves about, or of words (WikiText-2).
+:func:`nero.paper.data.augment.crop_flip_rotate` moves about, or of words (WikiText-2,
+Multi30k).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,9 +18,10 @@ from nero.paper.data import formats, sources
 from nero.paper.data.corpus import Corpus, wikitext2
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, checked, read
+from nero.paper.data.pairs import Pairs, multi30k
 from nero.paper.data.sources import FILES
 
-__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Images", "Pictures", "load"]
+__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Images", "Pairs", "Pictures", "load"]
 
 #: New pixels from pixels, and a generator of random numbers.
 Moving: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
@@ -49,8 +51,8 @@ class Dataset(Protocol):
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
 
-    def epoch(self, generator: torch.Generator, augment: Moving | None) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of all examples, in the order of an epoch."""
+    def epoch(self, batch: int, generator: torch.Generator, augment: Moving | None) -> Sequence[tuple[Tensor, Tensor]]:
+        """Inputs and labels of all examples, in the order of an epoch and in batches of that size."""
 
     def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels of a part, batch by batch."""
@@ -105,12 +107,13 @@ class Pictures:
     def to(self, device: torch.device | str) -> "Pictures":
         return replace(self, train=self.train.to(device), test=self.test.to(device))
 
-    def epoch(self, generator: torch.Generator, augment: Moving | None) -> tuple[Tensor, Tensor]:
+    def epoch(self, batch: int, generator: torch.Generator, augment: Moving | None) -> Sequence[tuple[Tensor, Tensor]]:
         order = torch.randperm(self.examples, generator=generator, device=self.device)
         pixels = self.train.pixels[order]
         if augment is not None:
             pixels = augment(pixels, generator)
-        return _channels_last(self.normalised(pixels)), self.train.labels[order]
+        inputs, labels = _channels_last(self.normalised(pixels)), self.train.labels[order]
+        return list(zip(torch.split(inputs, batch), torch.split(labels, batch), strict=True))
 
     def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         images: Images = getattr(self, part)
@@ -127,7 +130,7 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
     """A data set, from the user's folder; what is not there is downloaded into it.
 
     Args:
-        name: "mnist", "cifar10" or "wikitext2".
+        name: "mnist", "cifar10", "wikitext2" or "multi30k".
         folder: where the files are, or are to be; None: $NERO_DATA, else ``~/.cache/nero``.
         progress: told, as a file downloads, its name, how many bytes have come, and of how many
             (0 where the server does not say).
@@ -196,7 +199,12 @@ def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
     return contents
 
 
-LOADERS: dict[str, Callable[[Folder], Dataset]] = {"mnist": _mnist, "cifar10": _cifar10, "wikitext2": wikitext2}
+LOADERS: dict[str, Callable[[Folder], Dataset]] = {
+    "mnist": _mnist,
+    "cifar10": _cifar10,
+    "wikitext2": wikitext2,
+    "multi30k": multi30k,
+}
 
 
 def _channels_last(images: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """WikiText-2: articles as a stream of words, cut into rows for a language model."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from nero.paper.data import sources
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, read
+from nero.paper.data.formats import lines
 
 #: What stands for the end of a line.
 END = "<eos>"
@@ -64,9 +65,9 @@ class Corpus:
     def to(self, device: torch.device | str) -> "Corpus":
         return replace(self, train=self.train.to(device), valid=self.valid.to(device), test=self.test.to(device))
 
-    def epoch(self, generator: torch.Generator, augment: object) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def epoch(self, batch: int, generator: object, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
         """The text as it was written: nothing is left to chance."""
-        return self.train.words, self.train.labels
+        return list(zip(torch.split(self.train.words, batch), torch.split(self.train.labels, batch), strict=True))
 
     def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         rows: Rows = getattr(self, part)
@@ -87,14 +88,7 @@ def file(folder: Folder, name: str) -> tuple[bytes, str]:
 
 def words(content: bytes, source: str) -> list[str]:
     """The words of a text, and at the end of each line a mark."""
-    try:
-        lines = content.decode("utf-8").removesuffix("\n").split("\n")  # and at no other sign that ends a line
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
-            "or delete it and run again, to have it brought anew"
-        ) from error
-    found = [word for line in lines for word in (*line.split(), END)]
+    found = [word for line in lines(content, source) for word in (*line.split(), END)]
     if len(found) <= max(STREAMS, STREAMS_LOOKED_AT):
         raise DataError(
             f"{source} has {len(found)} words, and a text needs more than {STREAMS}. Delete it and run again, "

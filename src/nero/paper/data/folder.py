@@ -12,7 +12,7 @@ class Folder:
     """Where the files of one data set lie, or are to lie.
 
     Args:
-        dataset: "mnist", "cifar10" or "wikitext2".
+        dataset: its name.
         named: the folder the user asked for; None: $NERO_DATA, else nero's own in the user's cache.
         progress: told of downloads.
     """

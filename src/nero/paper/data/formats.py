@@ -65,6 +65,17 @@ def untar(content: bytes, wanted: Collection[str], source: str) -> dict[str, byt
     return found
 
 
+def lines(content: bytes, source: str) -> list[str]:
+    """The lines of a text in UTF-8; they end with a newline, and with no other sign that may end a line."""
+    try:
+        return content.decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
+            "or delete it and run again, to have it brought anew"
+        ) from error
+
+
 def _idx(content: bytes, axes: int, source: str) -> Tensor:
     """The bytes of an IDX file: two zeros, 8 for unsigned bytes, how many axes, their lengths, the bytes."""
     start = 4 + 4 * axes

@@ -21,6 +21,12 @@ FILES: dict[str, str] = {
     "train.txt": "sha256:9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
     "valid.txt": "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
     "test.txt": "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+    "train.lc.norm.tok.de": "sha256:cb5a23529b65ec2061f1dc446192a9c37382b63cc75f81a0be59d34894b3a505",
+    "train.lc.norm.tok.en": "sha256:08925f8e0572bcd5a006702fc5fe20e2d77c6917d4eebd576fc20de6693c2119",
+    "val.lc.norm.tok.de": "sha256:97232bd273eceb7207f689527386a97e4be2616b18ada47576bdaf96c8ae1f00",
+    "val.lc.norm.tok.en": "sha256:46573ce391ae227f1c72f873392436a20ef18e0a6d518098cfbd70b77c8572ec",
+    "test_2016_flickr.lc.norm.tok.de": "sha256:c6a33d39d48f9f510de147651316cd9d918e09ad0219df734a2f16b6baccacc4",
+    "test_2016_flickr.lc.norm.tok.en": "sha256:5b7f32627cf99eced828311b955dae9800bb52bc8b91cf8b6526829e605b29d2",
 }
 
 #: MNIST's files without their ".gz", as (images, labels).
@@ -31,9 +37,11 @@ CIFAR10_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFAR10_TEST = "test_batch.bin"
 #: Train, validation and test.
 WIKITEXT2 = ("train.txt", "valid.txt", "test.txt")
+#: Likewise, each in German and in English; as its authors published it: lower-cased, normalised, tokenised.
+MULTI30K = tuple((f"{part}.lc.norm.tok.de", f"{part}.lc.norm.tok.en") for part in ("train", "val", "test_2016_flickr"))
 
 #: The folder of a data set's files, within the user's.
-FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2"}
+FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2", "multi30k": "multi30k/tok"}
 
 #: Where each data set is published, in the order in which they are tried; a file's name goes at the end.
 HOMES: dict[str, tuple[str, ...]] = {
@@ -41,4 +49,5 @@ HOMES: dict[str, tuple[str, ...]] = {
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
     # as PyTorch's own example keeps it; its first home is gone
     "wikitext2": ("https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/",),
+    "multi30k": ("https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok/",),
 }

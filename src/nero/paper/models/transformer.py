@@ -91,3 +91,89 @@ def language_model(
     nn.init.uniform_(decoder.weight, -0.1, 0.1)
     nn.init.zeros_(decoder.bias)
     return nn.Sequential(Embedding(words, width, longest, dropout), *blocks, decoder)
+
+
+class Heads(nn.Module):
+    """Attention of one sentence to another, without biases; what may not be looked at is told."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.dropout = Dropout(dropout)
+
+    def forward(self, ours: Tensor, theirs: Tensor, hidden: Tensor) -> Tensor:
+        queries, keys, values = (
+            layer(inputs).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer, inputs in ((self.queries, ours), (self.keys, theirs), (self.values, theirs))
+        )
+        scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
+        shares = self.dropout(scores.masked_fill(hidden, -1e9).softmax(-1))  # not -inf: a sentence may be all blanks
+        return self.out((shares @ values).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    """Attentions, then a layer of its own for each word; each is added to what it was given, and the sum normed."""
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, attentions: int) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(Heads(width, heads, dropout) for _ in range(attentions))
+        self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+        self.dropout = Dropout(dropout)
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+
+    def forward(self, words: Tensor, *others: tuple[Tensor | None, Tensor]) -> Tensor:
+        """Each of the others is what an attention looks at, None for the words themselves, and what is hidden of it."""
+        for attention, (other, hidden) in zip(self.attentions, others, strict=True):
+            found = attention(words, words if other is None else other, hidden)
+            words = self.norm(words + self.dropout(found))
+        return self.norm(words + self.dropout(self.feed_forward(words)))  # type: ignore[no-any-return]
+
+
+class Translator(nn.Module):
+    """Encoder and decoder, and one table of words for what is read, what is written and what is to be written next.
+
+    Args:
+        words: in the vocabulary, of which number 0 is a blank; the default is Multi30k's.
+        width: of the vectors that words become.
+        heads: of each attention.
+        hidden: units of the layer that each word has of its own.
+        layers: of the encoder, and of the decoder.
+        longest: how many words at most a sentence has.
+        dropout: the probability to drop a unit, or a share of attention.
+    """
+
+    def __init__(
+        self,
+        words: int = 9529,
+        *,
+        width: int = 512,
+        heads: int = 8,
+        hidden: int = 2048,
+        layers: int = 6,
+        longest: int = 128,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.embedding = Embedding(words, width, longest, dropout)
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.encoder = nn.ModuleList(Layer(width, heads, hidden, dropout, 1) for _ in range(layers))
+        self.decoder = nn.ModuleList(Layer(width, heads, hidden, dropout, 2) for _ in range(layers))
+        self.register_buffer("later", torch.ones(longest, longest, dtype=torch.bool).triu(1), persistent=False)
+        self.later: Tensor
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.xavier_uniform_(weight)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """What is to be written next, of (N, 2, L) words that are read and written."""
+        source, target = pairs.unbind(1)
+        read = self.norm(self.embedding(source))
+        blanks = (source == 0)[:, None, None]
+        for layer in self.encoder:
+            read = layer(read, (None, blanks))
+        written = self.norm(self.embedding(target))
+        later = self.later[: target.shape[1], : target.shape[1]]
+        for layer in self.decoder:
+            written = layer(written, (None, later), (read, blanks))
+        return nn.functional.linear(written, self.embedding.words.weight)

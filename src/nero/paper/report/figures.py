@@ -102,7 +102,7 @@ def _deep(facts: Published, runs: Runs) -> Figure:
         aside = 10 ** (0.14 * (place - (len(entries) - 1) / 2))
         cells = [cell for cell in facts.search if cell.optimiser == entry.row.optimiser]
         rates.plot(
-            [aside * cell.rate for cell in cells], [cell.train for cell in cells],
+            [aside * cell.rate for cell in cells], [cell.ends["train_accuracy"] for cell in cells],
             linestyle="", marker=entry.look.marker, markersize=9, markerfacecolor="none", color=entry.look.colour,
         )  # fmt: skip
         ours = {rate: run for rate in tried if (run := runs.at(entry.row, rate).get(0))}
@@ -134,7 +134,7 @@ def _reparameterised(facts: Published, runs: Runs) -> Figure:
         _stored(axes, entry, facts, marked=True)
     axes.set_xticks(range(1, facts.epochs + 1))
     axes.set_xlim(0.85, facts.epochs + 0.06)
-    lowest = min(*_values(entries, "train_accuracy"), *(value for curve in facts.curves for value in curve.train))
+    lowest = min(*_values(entries, "train_accuracy"), *(value for curve in facts.curves for value in curve.values))
     axes.set_ylim(max(0, 10 * math.floor(lowest / 10 - 0.2)), 101.5)
     _label(axes, entries, facts)
     _dress(axes, "epoch", "Train accuracy under reparameterisation, Adam at 0.01")
@@ -153,10 +153,13 @@ def _errors(facts: Published, runs: Runs) -> Figure:
     for axes, (measure, words) in zip(panels, measures.items(), strict=True):
         for place, entry in enumerate(entries):
             _curve(axes, entry, measure, place, len(entries))
+            if facts.curves and measure == facts.measure:
+                _stored(axes, entry, facts)
         _log_error(axes, entries, measure, facts)
         _dress(axes, "epoch", words + (", by Nero's constraints" if entries[0].name in short.values() else ""))
     _say_if_empty(panels[0], entries)
-    _gutter(panels[1], entries, facts)
+    if not facts.curves:
+        _gutter(panels[1], entries, facts)
     _label(panels[1], entries, facts)
     _key(figure, entries, facts)
     return figure

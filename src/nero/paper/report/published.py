@@ -1,6 +1,7 @@
 """What the paper printed and its authors stored, to set our runs beside; published.json has it, with its sources."""
 
 import json
+import math
 import statistics
 from dataclasses import dataclass
 from functools import cache
@@ -27,21 +28,20 @@ class Final(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of the authors' search on seed 0: accuracies in the last epoch, in per cent."""
+    """A cell of the authors' search on seed 0: what is known of its last epoch, shares in per cent."""
 
     optimiser: str
     rate: float
-    train: float
-    test: float
+    ends: dict[Measure, float]
 
 
 class Curve(NamedTuple):
-    """A stored run: train accuracy by epoch, in per cent."""
+    """A stored run: the task's measure by epoch, in per cent where it is a share."""
 
     optimiser: str
     rate: float
     seed: int
-    train: tuple[float, ...]
+    values: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Published:
 
     def curves_of(self, optimiser: str) -> list[tuple[float, ...]]:
         """The stored curves of a contender, one a seed."""
-        return [curve.train for curve in self.curves if curve.optimiser == optimiser]
+        return [curve.values for curve in self.curves if curve.optimiser == optimiser]
 
 
 @cache
@@ -87,12 +87,13 @@ def all_published() -> dict[str, Published]:
 
 
 def _read(task: str, facts: dict[str, Any]) -> Published:
+    measure = cast(Measure, facts["measure"])
     curves = tuple(
-        Curve(run["optimiser"], run["lr"], run["seed"], tuple(100 * value for value in run["train_accuracy"]))
+        Curve(run["optimiser"], run["lr"], run["seed"], tuple(_value(measure, value) for value in run[measure]))
         for run in facts.get("runs", ())
     )
     search = tuple(
-        Cell(cell["optimiser"], cell["lr"], 100 * cell["train_accuracy"], 100 * cell["test_accuracy"])
+        Cell(cell["optimiser"], cell["lr"], {name: _value(name, cell[name]) for name in _known(cell)})
         for cell in facts.get("search", ())
     )
     finals = tuple(
@@ -107,7 +108,7 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
         whose=facts["whose"],
         source=facts["source"],
         epochs=facts["epochs"],
-        measure=cast(Measure, facts["measure"]),
+        measure=measure,
         finals=finals,
         headline=tuple(row for name in facts["headline"] for row in finals if row.optimiser == name),
         curves=curves,
@@ -115,11 +116,22 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
     )
 
 
+def _known(cell: dict[str, Any]) -> list[Measure]:
+    return [cast(Measure, name) for name in cell if name not in ("optimiser", "lr")]
+
+
+def _value(measure: Measure, value: float | None) -> float:
+    """A share in per cent; a perplexity as it is, null for one without end."""
+    if measure.endswith("perplexity"):
+        return math.inf if value is None else value
+    return 100 * cast(float, value)
+
+
 def _finals(task: str, curves: tuple[Curve, ...]) -> tuple[Final, ...]:
     """Mean and population standard deviation over seeds, as the paper's ± is."""
     ends: dict[tuple[str, float], list[float]] = {}
     for curve in curves:
-        ends.setdefault((curve.optimiser, curve.rate), []).append(curve.train[-1])
+        ends.setdefault((curve.optimiser, curve.rate), []).append(curve.values[-1])
     return tuple(
         Final(task, name, rate, statistics.fmean(values), statistics.pstdev(values))
         for (name, rate), values in ends.items()

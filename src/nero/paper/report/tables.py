@@ -80,14 +80,16 @@ def search(facts: Published, runs: Runs) -> str:
     """The search for the best rate, on seed 0; the authors' choice in bold."""
     rows = {row.optimiser: row for row in facts.finals}
     lines = []
+    measures = {measure: None for cell in facts.search for measure in cell.ends}
     for cell in facts.search:
         row = rows[cell.optimiser]
         run = runs.at(row, cell.rate).get(0)
         rate = f"**{cell.rate:g}**" if cell.rate == row.rate else f"{cell.rate:g}"
-        train = (_end(run, "train_accuracy"), f"{cell.train:.2f}")
-        test = (_end(run, "test_accuracy"), f"{cell.test:.2f}")
-        lines.append((name_of(cell.optimiser), rate, *train, *test))
-    header = (f"{part}, {whose}" for part in ("train", "test") for whose in ("ours", facts.whose))
+        both = [(_end(run, measure), f"{cell.ends[measure]:.2f}") for measure in measures]
+        lines.append((name_of(cell.optimiser), rate, *(value for pair in both for value in pair)))
+    parts = {"train": "train", "valid": "validation", "test": "test"}
+    names = [parts[measure.partition("_")[0]] for measure in measures]
+    header = (f"{name}, {whose}" for name in names for whose in ("ours", facts.whose))
     return _markdown((_who(facts), "rate", *header), lines)
 
 

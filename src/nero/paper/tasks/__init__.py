@@ -8,6 +8,7 @@ from nero.paper.tasks import (
     cifar10_vgg11,
     mnist_deep,
     mnist_reparameterised,
+    translation,
     wikitext2,
 )
 
@@ -21,6 +22,7 @@ TASKS: dict[str, Task] = {
         cifar10_ablation.task,
         cifar10_granularity.task,
         wikitext2.task,
+        translation.task,
     )
 }
 

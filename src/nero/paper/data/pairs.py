@@ -1,0 +1,149 @@
+"""Multi30k: German sentences and their English translations, as numbers of words."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nero.paper.data import sources
+from nero.paper.data.errors import DataError
+from nero.paper.data.folder import Folder, read
+from nero.paper.data.formats import lines
+
+#: The first words of the vocabulary: nothing, a rare word, and the ends of a sentence.
+SPECIAL = ("<blank>", "<unk>", "<s>", "</s>")
+BLANK, UNKNOWN, BEGIN, END = range(4)
+#: How often a word comes up in its language, at least, to be one of the vocabulary.
+OFTEN = 3
+#: The longest sentence that is trained on, in words.
+LONGEST = 100
+#: The label of a place behind the end of a sentence.
+NOTHING = -100
+#: Lengths of batches are multiples of this, so that there are few of them: each is a graph of its own.
+STEP = 8
+#: How many pairs are looked at together.
+LOOK = 200
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """Pairs of sentences.
+
+    Attributes:
+        words: (N, 2, L): what is read, and what is written, from its beginning on; filled up with blanks.
+        labels: (N, L): what is to be written next, to the end.
+        lengths: of the longer of the two, on the host.
+    """
+
+    words: Tensor
+    labels: Tensor
+    lengths: tuple[int, ...]
+
+    def to(self, device: torch.device | str) -> "Sentences":
+        return replace(self, words=self.words.to(device), labels=self.labels.to(device))
+
+    def batches(self, order: Sequence[int], size: int) -> list[tuple[Tensor, Tensor]]:
+        """The pairs in that order, in batches, without most of the blanks that all of a batch end with."""
+        there = torch.tensor(order).to(self.words.device, non_blocking=True)
+        found = []
+        for start in range(0, len(order), size):
+            longest = max(self.lengths[each] for each in order[start : start + size])
+            length = min(-(-longest // STEP) * STEP, self.labels.shape[1])
+            chosen = there[start : start + size]
+            found.append((self.words[chosen, :, :length], self.labels[chosen, :length]))
+        return found
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A corpus in two languages with one vocabulary.
+
+    Attributes:
+        name: "multi30k".
+        vocabulary: the special words, then those of both languages.
+        train, valid, test: pairs of sentences.
+    """
+
+    name: str
+    vocabulary: tuple[str, ...]
+    train: Sentences
+    valid: Sentences
+    test: Sentences
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("valid", "test")
+
+    @property
+    def examples(self) -> int:
+        return len(self.train.words)
+
+    @property
+    def device(self) -> torch.device:
+        return self.train.words.device
+
+    def to(self, device: torch.device | str) -> "Pairs":
+        return replace(self, train=self.train.to(device), valid=self.valid.to(device), test=self.test.to(device))
+
+    def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
+        """All pairs in an order that the generator's seed decides, on the host, which has to know the lengths."""
+        host = torch.Generator().manual_seed(generator.initial_seed())
+        order = torch.randperm(self.examples, generator=host).tolist()
+        return self.train.batches(order, batch)
+
+    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        sentences: Sentences = getattr(self, part)
+        yield from sentences.batches(range(len(sentences.lengths)), LOOK)
+
+
+def multi30k(folder: Folder) -> Pairs:
+    """Multi30k from its six files."""
+    names = tuple(name for pair in sources.MULTI30K for name in pair)
+
+    def sentences(name: str) -> list[list[str]]:
+        path = folder.find(name) or folder.bring(name, sources.FOLDERS["multi30k"], names)
+        return [line.split() for line in lines(read(path), str(path))]
+
+    def both(german: str, english: str) -> list[tuple[list[str], list[str]]]:
+        first, second = sentences(german), sentences(english)
+        if len(first) != len(second):
+            raise DataError(
+                f"{german} has {len(first):,} sentences and {english} has {len(second):,}: these do not belong "
+                f"together. Delete both from {folder.path} and run again"
+            )
+        return list(zip(first, second, strict=True))
+
+    return numbered("multi30k", *(both(*pair) for pair in sources.MULTI30K))
+
+
+def numbered(
+    name: str,
+    train: list[tuple[list[str], list[str]]],
+    valid: list[tuple[list[str], list[str]]],
+    test: list[tuple[list[str], list[str]]],
+) -> Pairs:
+    """Pairs of sentences with one vocabulary: the words that come up often enough in either language."""
+    train = [pair for pair in train if max(map(len, pair)) <= LONGEST]
+    if not all((train, valid, test)):
+        raise DataError("there is no sentence to train on, or none to look at: the files are empty")
+    counts = [Counter(word for pair in train for word in pair[side]) for side in (0, 1)]
+    often = [word for count in counts for word, times in count.items() if times >= OFTEN]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys((*SPECIAL, *often)))}
+
+    def read_as(sentence: list[str]) -> list[int]:
+        return [BEGIN, *(numbers.get(word, UNKNOWN) for word in sentence), END]
+
+    def laid(pairs: list[tuple[list[str], list[str]]]) -> Sentences:
+        both = [(read_as(one), read_as(other)) for one, other in pairs]
+        lengths = tuple(max(len(one), len(other) - 1) for one, other in both)
+        words = torch.full((len(both), 2, max(lengths)), BLANK)
+        labels = torch.full((len(both), max(lengths)), NOTHING)
+        for place, (one, other) in enumerate(both):
+            words[place, 0, : len(one)] = torch.tensor(one)
+            words[place, 1, : len(other) - 1] = torch.tensor(other[:-1])
+            labels[place, : len(other) - 1] = torch.tensor(other[1:])
+        return Sentences(words, labels, lengths)
+
+    return Pairs(name, tuple(numbers), laid(train), laid(valid), laid(test))

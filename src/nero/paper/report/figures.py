@@ -315,7 +315,8 @@ def _log_error(axes: Axes, entries: list[Entry], measure: Measure, facts: Publis
     """Errors from a fraction of a per cent to chance, or perplexities, on one axis."""
     claimed, shares = measure == facts.measure, measure.endswith("error")
     printed = [entry.row.mean for entry in entries] if claimed or not shares else [10.0]
-    shown = [value for value in _values(entries, measure) if 0 < value < math.inf] + printed
+    stored = [value for curve in facts.curves for value in curve.values] if claimed else []
+    shown = [value for value in (*_values(entries, measure), *stored) if 0 < value < math.inf] + printed
     axes.set_yscale("log", nonpositive="clip")
     top = 100.0 if shares else max(shown)
     if claimed or not shares:  # the first epochs matter less than a view of where the curves end
@@ -323,7 +324,7 @@ def _log_error(axes: Axes, entries: list[Entry], measure: Measure, facts: Publis
         top = min(top, 3.5 * max(ends + printed)) if shares else min(1.1 * top, 2.5 * max(ends + printed))
     bottom = max(0.005, (0.8 if shares else 0.9) * min(shown))
     axes.set_ylim(bottom, max(top, 1.5 * bottom))
-    axes.xaxis.set_major_locator(MultipleLocator(50 if facts.epochs > 100 else 5))
+    axes.xaxis.set_major_locator(MultipleLocator(5 if facts.epochs < 50 else 20 if facts.epochs <= 100 else 50))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top / bottom > 20 else (1, 1.5, 2, 3, 5, 7)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlim(0, 1.02 * facts.epochs)

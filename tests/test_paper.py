@@ -271,6 +271,46 @@ def test_labels_are_smoothed_and_losses_summed_to_train_on_and_not_to_tell():
     assert not all(torch.allclose(*both, atol=1e-7) for both in zip(steps["paper"], steps["plain"], strict=True))
 
 
+def test_a_translation_is_the_likeliest_word_after_the_likeliest():
+    torch.manual_seed(1)
+    model = Translator(12, width=16, heads=2, hidden=16, layers=1, dropout=0.1).eval()
+    sources = torch.tensor([[2, 5, 6, 3], [2, 7, 3, 0], [2, 4, 4, 3]])
+    found = model.translate(sources, begin=2, end=3, longest=6).tolist()
+    for source, sentence in zip(sources, found, strict=True):
+        written = [2]
+        while len(written) < 7 and written[-1] != 3:
+            pair = torch.zeros(2, max(len(source), len(written)), dtype=torch.long)
+            pair[0, : len(source)] = source
+            pair[1, : len(written)] = torch.tensor(written)
+            written.append(int(model(pair[None])[0, len(written) - 1].argmax()))
+        assert sentence[: len(written) - 1] == written[1:]
+
+
+def test_a_perfect_translation_has_a_bleu_of_a_hundred(monkeypatch, tmp_path):
+    data = made("multi30k", examples=40, tests=30)
+    task = replace(TASKS["translation"], model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=1))
+    training = Training(task, task.settings("nero", epochs=1), data)
+    poor = training.verdict()["test_bleu"]
+    assert 0 <= poor < 50
+    answers = {
+        tuple(words): labels for words, labels in zip(data.test.words[:, 0].tolist(), data.test.labels, strict=True)
+    }
+
+    def look_up(_, source, begin, end, longest):
+        assert (begin, end) == (2, 3)
+        assert longest > source.shape[1]
+        blanks = [0] * (data.test.words.shape[2] - source.shape[1])
+        return torch.stack([answers[(*words, *blanks)] for words in source.tolist()])
+
+    monkeypatch.setattr(Translator, "translate", look_up)
+    while not training.finished:
+        training.advance()
+    assert Store(tmp_path).finish(training)["test_bleu"] == 100
+    assert read_records(tmp_path)[0]["test_bleu"] == 100
+    monkeypatch.setattr("nero.paper.tasks.translation.find_spec", lambda _: None)
+    assert training.verdict() == {}
+
+
 def test_the_rate_of_a_translation_rises_and_falls_epoch_by_epoch():
     rate = TASKS["translation"].schedule
     assert [rate(step, 10) for step in (0, 9, 10, 495, 500, 505, 510, 985, 999)] == pytest.approx(

@@ -277,6 +277,11 @@ def test_the_authors_translations_are_the_papers():
     assert search[1] == ["Nero", "**0.001**", "12.00", "12.28"]
     assert search[-1] == ["SGD", "1", "not run", "inf"]
     assert "| validation, ours | validation, authors |" in found["search"]
+    made = [
+        record("translation", "nero", 0.001, seed, 12.0, **more)
+        for seed, more in enumerate(({"test_bleu": 35.125}, {}))
+    ]
+    assert [line[6] for line in rows(tables.of_task("translation", Runs(made))["runs"])] == ["35.12", "-"]
 
 
 def test_no_spread_is_not_divided_by():

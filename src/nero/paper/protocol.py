@@ -58,6 +58,7 @@ class Task:
         side_by_side: how many runs one such GPU does well at a time.
         smoothing: how much of each label is shared out among all, to train on.
         summed: train on the sum of a batch's losses, and not on their mean.
+        verdict: what else there is to say of a trained network, from it and its data.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Task:
     side_by_side: int = 4
     smoothing: float = 0.0
     summed: bool = False
+    verdict: Callable[[nn.Module, Any], dict[str, float]] | None = None
 
     def settings(
         self,

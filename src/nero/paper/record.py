@@ -115,6 +115,7 @@ class Store:
             "batch": training.task.batch,
             "options": _options(training.task, training.settings),
             "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
+            **training.verdict(),
             "commit": ", ".join(each for each in commits if each) or None,
             "resumed": training.resumed,
             "versions": versions(),

@@ -93,6 +93,14 @@ class Training:
         if self.step == self._lag or self.finished:
             self._read()
 
+    def verdict(self) -> dict[str, float]:
+        """What there is to say of the network besides its curves."""
+        if self.task.verdict is None:
+            return {}
+        self.model.eval()
+        with self._on_stream(), _precision(self.settings.precision):
+            return self.task.verdict(self.model, self.data)
+
     def so_far(self) -> tuple[float, float]:
         """The mean loss and the accuracy of the epoch under way; waits for the device."""
         with self._on_stream():

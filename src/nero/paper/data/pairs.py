@@ -64,6 +64,7 @@ class Pairs:
         name: "multi30k".
         vocabulary: the special words, then those of both languages.
         train, valid, test: pairs of sentences.
+        references: what is to be written of ``test``, in words.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Pairs:
     train: Sentences
     valid: Sentences
     test: Sentences
+    references: tuple[str, ...]
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -96,6 +98,11 @@ class Pairs:
     def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         sentences: Sentences = getattr(self, part)
         yield from sentences.batches(range(len(sentences.lengths)), LOOK)
+
+    def said(self, words: Sequence[int]) -> str:
+        """A sentence in words, up to its end."""
+        until = list(words).index(END) if END in words else len(words)
+        return " ".join(self.vocabulary[word] for word in words[:until])
 
 
 def multi30k(folder: Folder) -> Pairs:
@@ -146,4 +153,5 @@ def numbered(
             labels[place, : len(other) - 1] = torch.tensor(other[1:])
         return Sentences(words, labels, lengths)
 
-    return Pairs(name, tuple(numbers), laid(train), laid(valid), laid(test))
+    references = tuple(" ".join(english) for _, english in test)
+    return Pairs(name, tuple(numbers), laid(train), laid(valid), laid(test), references)

@@ -168,12 +168,38 @@ class Translator(nn.Module):
     def forward(self, pairs: Tensor) -> Tensor:
         """What is to be written next, of (N, 2, L) words that are read and written."""
         source, target = pairs.unbind(1)
-        read = self.norm(self.embedding(source))
-        blanks = (source == 0)[:, None, None]
+        return self.write(target, self.read(source), source == 0)
+
+    def read(self, source: Tensor) -> Tensor:
+        """What is made of the (N, L) words of sentences."""
+        words = self.norm(self.embedding(source))
         for layer in self.encoder:
-            read = layer(read, (None, blanks))
-        written = self.norm(self.embedding(target))
+            words = layer(words, (None, (source == 0)[:, None, None]))
+        return words  # type: ignore[no-any-return]
+
+    def write(self, target: Tensor, read: Tensor, blanks: Tensor) -> Tensor:
+        """What is to be written after each of the (N, L) words, of what was read and where it is blank."""
+        words = self.norm(self.embedding(target))
         later = self.later[: target.shape[1], : target.shape[1]]
         for layer in self.decoder:
-            written = layer(written, (None, later), (read, blanks))
-        return nn.functional.linear(written, self.embedding.words.weight)
+            words = layer(words, (None, later), (read, blanks[:, None, None]))
+        return nn.functional.linear(words, self.embedding.words.weight)
+
+    @torch.no_grad()
+    def translate(self, source: Tensor, begin: int, end: int, longest: int) -> Tensor:
+        """Write the likeliest word after the likeliest word, until all sentences have ended or are the longest.
+
+        Args:
+            source: (N, L) words.
+            begin: the word that a sentence begins with.
+            end: and ends with; what is behind it means nothing.
+            longest: how many words at most.
+        """
+        read, blanks = self.read(source), source == 0
+        written = torch.full((len(source), 1), begin, device=source.device)
+        for _ in range(longest):
+            likeliest = self.write(written, read, blanks)[:, -1].argmax(-1, keepdim=True)
+            written = torch.cat([written, likeliest], 1)
+            if bool((written == end).any(1).all()):
+                break
+        return written[:, 1:]

@@ -57,6 +57,7 @@ class Run:
     side_by_side: int
     device: str
     finished: str
+    bleu: float | None = None
 
     def final(self, measure: Measure) -> float:
         """The last epoch's value."""
@@ -184,6 +185,7 @@ def _read(record: Record) -> Run:
         side_by_side=_take(record, "side_by_side", int, what, 1),
         device=_take(record, "device", str, what, "unknown"),
         finished=_take(record, "finished", str, what, ""),
+        bleu=_take(record, "test_bleu", float, what) if "test_bleu" in record else None,
     )
 
 

@@ -126,9 +126,8 @@ def precision(facts: Published, runs: Runs) -> str:
 def every_run(facts: Published, runs: Runs) -> str:
     """All full runs, at whatever rate, and a note of what is left out."""
     found = runs.of(facts.task)
-    header = (
-        _who(facts), "rate", "seed", "precision", *_measures(facts).values(), "seconds", "side by side", "device",
-    )  # fmt: skip
+    ends = [*_measures(facts).values(), *(["test BLEU"] if _told_bleu(facts) else [])]
+    header = (_who(facts), "rate", "seed", "precision", *ends, "seconds", "side by side", "device")
     table = _markdown(header, (_line(facts, run) for run in found)) if found else NOT_RUN
     short = runs.short(facts.task)
     return table + (f"\n\nLeft out for having fewer than {facts.epochs} epochs: {_records(short)}." if short else "")
@@ -144,6 +143,10 @@ def _measures(facts: Published) -> dict[Measure, str]:
     return PERPLEXITIES if facts.measure.endswith("perplexity") else SHARES
 
 
+def _told_bleu(facts: Published) -> bool:
+    return facts.task == "translation"
+
+
 def _line(facts: Published, run: Run) -> tuple[str, ...]:
     return (
         name_of(run.optimiser),
@@ -151,6 +154,7 @@ def _line(facts: Published, run: Run) -> tuple[str, ...]:
         str(run.seed),
         run.precision,
         *(_end(run, measure) for measure in _measures(facts)),
+        *(["-" if run.bleu is None else f"{run.bleu:.2f}"] if _told_bleu(facts) else []),
         "-" if run.seconds is None else f"{run.seconds:.0f}",
         str(run.side_by_side),
         run.device,

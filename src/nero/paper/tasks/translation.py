@@ -5,8 +5,32 @@ sentences, the learning rate rising linearly, epoch by epoch, to the 50th and fa
 tuned over {0.0001, 0.001, 0.01, 0.1, 1}. Labels are smoothed by 0.1, and the loss is summed over words.
 """
 
+from importlib.util import find_spec
+
+from torch import nn
+
+from nero.paper.data import Dataset, Pairs, pairs
 from nero.paper.models.transformer import Translator
 from nero.paper.protocol import Contender, Task, rise_and_fall
+
+
+def bleu(model: nn.Module, data: Dataset) -> dict[str, float]:
+    """BLEU of the test sentences, tokenised as they are, with the likeliest word written after the likeliest."""
+    assert isinstance(model, Translator)
+    assert isinstance(data, Pairs)
+    if find_spec("sacrebleu") is None:  # a run does not end in vain for want of it
+        return {}
+    import sacrebleu
+
+    longest = 10 + data.test.labels.shape[1]
+    found = [
+        data.said(sentence)
+        for words, _ in data.batches("test")
+        for sentence in model.translate(words[:, 0], pairs.BEGIN, pairs.END, longest).tolist()
+    ]
+    score = sacrebleu.corpus_bleu(found, [data.references], tokenize="none", force=True).score
+    return {"test_bleu": round(score, 2)}
+
 
 task = Task(
     name="translation",
@@ -27,5 +51,6 @@ task = Task(
     metric="valid_loss",
     smoothing=0.1,
     summed=True,
+    verdict=bleu,
     seconds=(None, None),
 )

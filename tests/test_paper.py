@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 pytest.importorskip("typer")
@@ -25,8 +26,9 @@ from rich.console import Console
 
 import nero
 from nero.paper import cli, progress, record, sweep
+from nero.paper import data as data_module
 from nero.paper.baselines import lamb
-from nero.paper.data import Images, Pictures, pairs
+from nero.paper.data import Images, Pictures, corpus, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
 from nero.paper.models.dropout import Dropout
@@ -158,6 +160,85 @@ def test_every_task_trains(name, contender, tmp_path):
     assert found == {key: value for key, value in read_records(tmp_path)[0].items() if key != "path"}
     balanced = {"nero", "nero-both", "lamb-balanced", "madam-balanced"}
     assert nero.is_balanced(trained.model) == (contender in balanced)
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "wikitext2", "multi30k"])
+def test_a_look_takes_in_every_batch(dataset, monkeypatch):
+    """However many there are, of however many labels."""
+    data = made(dataset, examples=40, tests=10)
+    models = {
+        "cifar10": partial(vgg11, width=1 / 32),
+        "wikitext2": partial(language_model, 7, width=8, hidden=8),
+        "multi30k": partial(Translator, 14, width=16, hidden=16, layers=1),
+    }
+    training = Training(replace(TINY, model=models[dataset], dataset=dataset), TINY.settings("nero"), data)
+    for part in data.parts:
+        for module in (data_module, corpus, pairs):
+            monkeypatch.setattr(module, "LOOK", 10**6)
+        whole = training._look(part)
+        (inputs, labels), *others = data.batches(part)
+        assert not others
+        with torch.no_grad():
+            logits = training.model(inputs)
+        wanted = [F.cross_entropy(logits.flatten(0, -2).double(), labels.flatten(), reduction="sum").item()]
+        wanted += [(logits.argmax(-1) == labels).sum().item(), (labels >= 0).sum().item()]
+        assert whole.tolist() == pytest.approx(wanted, rel=1e-5)
+        for module in (data_module, corpus, pairs):
+            monkeypatch.setattr(module, "LOOK", 3)
+        assert len(list(data.batches(part))) > 2
+        assert training._look(part).tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_texts_tasks_are_as_the_authors_ran_them():
+    """Number by number, from shared/paper/settings.md."""
+    words, pairs_ = TASKS["wikitext2"], TASKS["translation"]
+    assert (words.batch, words.epochs, words.smoothing, words.summed) == (20, 20, 0.0, False)
+    assert (pairs_.batch, pairs_.epochs, pairs_.smoothing, pairs_.summed) == (128, 100, 0.1, True)
+    assert words.grid == pairs_.grid == (0.0001, 0.001, 0.01, 0.1, 1.0)
+    assert words.metric == pairs_.metric == "valid_loss"
+    assert [words.schedule(10 * epoch, 10) for epoch in (0, 9, 10, 19)] == pytest.approx([1, 1, 0.1, 0.1])
+    options = {name: dict(contender.options) for name, contender in words.contenders.items()}
+    assert options == {"nero": {}, "sgd": {"clip": 0.25}, "adam": {}, "lamb": {}}
+    assert not any(contender.options for contender in pairs_.contenders.values())
+    assert (corpus.LENGTH, corpus.STREAMS, pairs.OFTEN, pairs.LONGEST) == (35, 20, 3, 100)
+
+
+def test_the_texts_networks_are_as_the_authors_ran_them():
+    model = language_model()
+    for block in model[1:3]:
+        attention = block.attention[0]
+        assert attention.heads == 2
+        assert attention.into.weight.shape == (600, 200)
+        assert 0.95 < attention.into.weight.abs().max() / math.sqrt(6 / 800) <= 1  # Glorot's
+        assert not attention.into.bias.any()
+        assert not attention.out.bias.any()
+        assert block.feed_forward[0].weight.shape == (200, 200)
+    translator = Translator()
+    layers = [*translator.encoder, *translator.decoder]
+    assert [len(layer.attentions) for layer in layers] == [1] * 6 + [2] * 6
+    assert {heads.heads for layer in layers for heads in layer.attentions} == {8}
+    assert {layer.feed_forward[0].weight.shape for layer in layers} == {(2048, 512)}
+    dropouts = [module.keep for module in translator.modules() if isinstance(module, Dropout)]
+    assert dropouts == [0.9] * (1 + 12 + 18)
+    for weight in (translator.embedding.words.weight, layers[0].attentions[0].queries.weight):
+        assert 0.95 < weight.abs().max() / math.sqrt(6 / sum(weight.shape)) <= 1
+
+
+@pytest.mark.parametrize("make", [language_model, Translator])
+def test_every_dropout_of_a_text_model_drops(make):
+    torch.manual_seed(0)
+    inputs = torch.randint(1, 20, (3, 9) if make is language_model else (3, 2, 9))
+    model = make(20, width=16, hidden=16, layers=1).train()
+    dropouts = [module for module in model.modules() if isinstance(module, Dropout)]
+    keeps = [module.keep for module in dropouts]
+    for chosen in dropouts:
+        for module in dropouts:
+            module.keep = 1.0
+        still = model(inputs)
+        assert torch.equal(model(inputs), still)
+        chosen.keep = 0.5
+        assert not torch.equal(model(inputs), still)
+    assert len(keeps) == (5 if make is language_model else 1 + 2 + 3)
 
 
 def test_a_tasks_network_learns():
@@ -1054,13 +1135,18 @@ def test_captured_steps_are_the_steps(contender, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("contender", TASKS["wikitext2"].contenders)
-def test_captured_steps_are_the_steps_of_a_language_model(contender, monkeypatch):
-    task = replace(TASKS["wikitext2"], model=partial(language_model, 7, width=16, hidden=16), epochs=2)
-    data, settings = made("wikitext2", examples=60).to("cuda"), task.settings(contender, epochs=2)
+@pytest.mark.parametrize(("name", "graphs"), [("wikitext2", 1), ("translation", 3)])
+def test_captured_steps_are_the_steps_of_texts(name, graphs, contender, monkeypatch):
+    monkeypatch.setattr(pairs, "STEP", 2)
+    data = made(TASKS[name].dataset, examples=60).to("cuda")
+    small = {"width": 16, "hidden": 16, "layers": 1}
+    models = {"wikitext2": partial(language_model, 7, **small), "translation": partial(Translator, 14, **small)}
+    task = replace(TASKS[name], model=models[name], batch=10 if name == "translation" else 20)
+    settings = task.settings(contender, epochs=2)
     captured = Training(task, settings, data)
     while not captured.finished:
         captured.advance()
-    assert len(captured._graphs) == 1
+    assert len(captured._graphs) >= graphs
     monkeypatch.setattr(Training, "_learn", Training._update)
     plain = Training(task, settings, data)
     while not plain.finished:

@@ -721,8 +721,8 @@ def test_a_line_ends_with_a_mark_and_with_nothing_but_a_newline():
     ("content", "message"),
     [
         (b"a word \xff here", "made.txt is not UTF-8: byte 7 is 0xff. Save it as UTF-8"),
-        (b"", "made.txt has 1 words, and a text needs more than 20"),
-        (b"few words\n", "made.txt has 3 words, and a text needs more than 20"),
+        (b"", "made.txt has 0 words, and a text needs 40"),
+        (b"few words\n", "made.txt has 3 words, and a text needs 40"),
     ],
 )
 def test_a_text_that_is_none(content: bytes, message: str):
@@ -740,6 +740,12 @@ def test_the_corpus_is_found_and_checked(tmp_path: Path, monkeypatch: pytest.Mon
     found = load("wikitext2", tmp_path)
     assert found.vocabulary == ("a", "word", "<eos>", "b", "c")
     assert found.name == "wikitext2"
+    (tmp_path / "train.txt").write_bytes(b"the user's own, which is nobody else's business")
+    assert load("wikitext2", tmp_path).examples == found.examples
+    (folder / "train.txt").rename(folder / "elsewhere.txt")
+    with pytest.raises(DataError, match=r"put train\.txt, valid\.txt, test\.txt into .*wikitext-2 by hand"):
+        load("wikitext2", tmp_path)
+    (folder / "elsewhere.txt").rename(folder / "train.txt")
     (folder / "valid.txt").write_bytes(b"another")
     with pytest.raises(DataError, match=r"valid\.txt is broken or incomplete: it has 7 bytes"):
         load("wikitext2", tmp_path)
@@ -788,6 +794,8 @@ def test_an_epoch_of_pairs_has_each_once_and_few_lengths():
         orders.append(torch.cat(whole))
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
+    own = torch.randperm(50, generator=torch.Generator().manual_seed(1))  # what dropout would draw from
+    assert not torch.equal(orders[0], F.pad(found.train.words[own], (0, 40 - found.train.words.shape[2])))
     wanted = F.pad(found.train.words, (0, 40 - found.train.words.shape[2])).flatten(1).tolist()
     assert sorted(orders[0].flatten(1).tolist()) == sorted(wanted)
     assert sum(len(words) for words, _ in found.batches("valid")) == 3
@@ -816,6 +824,10 @@ def test_the_pairs_are_found_checked_and_belong_together(tmp_path: Path, monkeyp
     found = load("multi30k", tmp_path)
     assert found.vocabulary[4:] == ("ein", "süßer", "hund", ".", "a", "sweet", "dog")
     assert found.examples == 4
+    write(sources.MULTI30K[2][0], b"")
+    write(sources.MULTI30K[2][1], b"")
+    with pytest.raises(DataError, match="the files are empty"):
+        load("multi30k", tmp_path)
     write(sources.MULTI30K[1][1], b"a sweet dog .\n")
     with pytest.raises(DataError, match=r"val\.lc\.norm\.tok\.de has 4 sentences and .* has 1: these do not belong"):
         load("multi30k", tmp_path)

@@ -275,7 +275,10 @@ def test_the_authors_translations_are_the_papers():
     search = rows(found["search"])
     assert search[0][:2] == ["Nero", "0.0001"]
     assert search[1] == ["Nero", "**0.001**", "12.00", "12.28"]
-    assert search[-1] == ["SGD", "1", "not run", "inf"]
+    assert [line[3] for line in search[2:5]] == ["2544.58", "314.32 (epoch 29)", "16625.04 (epoch 14)"]
+    assert search[9] == ["Adam", "1", "not run", "inf (epoch 46)"]
+    assert search[14][3] == "182.32 (epoch 94)"
+    assert [line[3] for line in search[-3:]] == ["2.01e+10", "2.74e+14", "inf (epoch 51)"]
     assert "| validation, ours | validation, authors |" in found["search"]
     made = [
         record("translation", "nero", 0.001, seed, 12.0, **more)
@@ -352,6 +355,13 @@ def test_a_record_that_is_none_is_refused(change: dict[str, Any], words: str):
         Runs([made])
     with pytest.raises(StoreError, match=re.escape("(folder/run.json) has ")):
         Runs([{**made, "path": "folder/run.json"}])
+
+
+def test_a_text_without_what_it_is_measured_by_is_refused():
+    made = record("wikitext2", "nero", 0.01, 0, 180.0)
+    made["curve"] = {name: values for name, values in made["curve"].items() if not name.startswith("valid")}
+    with pytest.raises(StoreError, match=r"wikitext2 by nero at 0\.01 with seed 0 has no valid_loss: run it again"):
+        Runs([made])
 
 
 def test_what_a_record_need_not_have():

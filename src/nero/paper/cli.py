@@ -139,10 +139,10 @@ def _workplace(
         parameters = sum(parameter.numel() for parameter in task.model().parameters())
     # weights and two numbers of state a weight at most, of four bytes; the file, and the one it replaces
     store.check(task, 2 * 3 * 4 * parameters * at_a_time + 2**26)
-    images = _load(task.dataset, data).to(place)
+    found = _load(task.dataset, data).to(place)
     with Display(console, out, place) as display:
         try:
-            yield lambda runs: train(task, runs, images, store, display, at_a_time)
+            yield lambda runs: train(task, runs, found, store, display, at_a_time)
         except KeyboardInterrupt:
             console.print("stopped: the same command goes on from what was kept")
             raise SystemExit(130) from None

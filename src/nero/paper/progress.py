@@ -167,4 +167,7 @@ def _told(training: Training, loss: float | None, accuracy: float | None) -> str
     """As people speak of it: perplexity where the loss counts, else accuracy."""
     if not training.task.metric.endswith("loss"):
         return f"{accuracy:.2%}"
-    return "diverged" if loss is None else f"perplexity {math.exp(min(loss, 700)):.2f}"
+    if loss is None or not loss < 700:
+        return "diverged"
+    perplexity = math.exp(loss)
+    return f"perplexity {perplexity:.2f}" if perplexity < 1e5 else f"perplexity {perplexity:.3g}"

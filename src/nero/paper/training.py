@@ -50,6 +50,7 @@ class Training:
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None  # for all graphs: they never run at a time
         self._batches: Sequence[tuple[Tensor, Tensor]] = ()
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
@@ -197,7 +198,7 @@ class Training:
         self.generator.set_state(random)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             self._update(inputs, labels)
         return graph, inputs, labels
 
@@ -236,7 +237,7 @@ class Training:
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """Over labels of any shape; those below zero count for nothing."""
+    """Over labels of any shape; those of -100 count for nothing."""
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
 
 

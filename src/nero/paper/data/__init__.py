@@ -30,7 +30,7 @@ LOOK = 1000
 
 
 class Dataset(Protocol):
-    """What the training loop asks of a data set. Labels below zero count for nothing."""
+    """What the training loop asks of a data set. Labels of -100 count for nothing."""
 
     @property
     def name(self) -> str:

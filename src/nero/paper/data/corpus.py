@@ -89,9 +89,10 @@ def file(folder: Folder, name: str) -> tuple[bytes, str]:
 def words(content: bytes, source: str) -> list[str]:
     """The words of a text, and at the end of each line a mark."""
     found = [word for line in lines(content, source) for word in (*line.split(), END)]
-    if len(found) <= max(STREAMS, STREAMS_LOOKED_AT):
+    least = 2 * max(STREAMS, STREAMS_LOOKED_AT)  # a word and one to follow it, in each stream
+    if len(found) < least:
         raise DataError(
-            f"{source} has {len(found)} words, and a text needs more than {STREAMS}. Delete it and run again, "
+            f"{source} has {len(found)} words, and a text needs {least}. Delete it and run again, "
             "to have it brought anew"
         )
     return found

@@ -23,8 +23,12 @@ class Folder:
         self.progress = progress
 
     def find(self, *names: str) -> Path | None:
-        """The first of the files that is there, in the data set's own folder or directly in the user's."""
-        folders = (self.path / sources.FOLDERS[self.dataset], self.path)
+        """The first of the files that is there, in the data set's own folder or directly in the user's.
+
+        Not there if the name could be that of anything.
+        """
+        own = self.path / sources.FOLDERS[self.dataset]
+        folders = (own,) if self.dataset in sources.PLAIN_NAMES else (own, self.path)
         paths = (folder / name for folder in folders for name in names)
         return next((path for path in paths if path.is_file()), None)
 

@@ -68,12 +68,13 @@ def untar(content: bytes, wanted: Collection[str], source: str) -> dict[str, byt
 def lines(content: bytes, source: str) -> list[str]:
     """The lines of a text in UTF-8; they end with a newline, and with no other sign that may end a line."""
     try:
-        return content.decode("utf-8").removesuffix("\n").split("\n")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
             "or delete it and run again, to have it brought anew"
         ) from error
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _idx(content: bytes, axes: int, source: str) -> Tensor:

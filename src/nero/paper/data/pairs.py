@@ -25,6 +25,8 @@ NOTHING = -100
 STEP = 8
 #: How many pairs are looked at together.
 LOOK = 200
+#: Added to a seed, so that the order of pairs and what is dropped do not come from the same numbers.
+OFFSET = 0x9E3779B9
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,22 @@ class Sentences:
     def to(self, device: torch.device | str) -> "Sentences":
         return replace(self, words=self.words.to(device), labels=self.labels.to(device))
 
-    def batches(self, order: Sequence[int], size: int) -> list[tuple[Tensor, Tensor]]:
-        """The pairs in that order, in batches, without most of the blanks that all of a batch end with."""
-        there = torch.tensor(order).to(self.words.device, non_blocking=True)
+    def batches(self, size: int, order: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """The pairs, in an order or as they are, in batches, without most of the blanks that these end with."""
+        there = None if order is None else self._there(order)
+        order = range(len(self.lengths)) if order is None else order
         found = []
         for start in range(0, len(order), size):
             longest = max(self.lengths[each] for each in order[start : start + size])
             length = min(-(-longest // STEP) * STEP, self.labels.shape[1])
-            chosen = there[start : start + size]
+            chosen = slice(start, start + size) if there is None else there[start : start + size]
             found.append((self.words[chosen, :, :length], self.labels[chosen, :length]))
         return found
+
+    def _there(self, order: Sequence[int]) -> Tensor:
+        """An order on the device, which is not waited for."""
+        here = torch.tensor(order)
+        return (here.pin_memory() if self.words.is_cuda else here).to(self.words.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -91,13 +99,12 @@ class Pairs:
 
     def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
         """All pairs in an order that the generator's seed decides, on the host, which has to know the lengths."""
-        host = torch.Generator().manual_seed(generator.initial_seed())
-        order = torch.randperm(self.examples, generator=host).tolist()
-        return self.train.batches(order, batch)
+        host = torch.Generator().manual_seed(generator.initial_seed() + OFFSET)
+        return self.train.batches(batch, torch.randperm(self.examples, generator=host).tolist())
 
     def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         sentences: Sentences = getattr(self, part)
-        yield from sentences.batches(range(len(sentences.lengths)), LOOK)
+        yield from sentences.batches(LOOK)
 
     def said(self, words: Sequence[int]) -> str:
         """A sentence in words, up to its end."""

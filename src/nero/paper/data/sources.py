@@ -43,6 +43,9 @@ MULTI30K = tuple((f"{part}.lc.norm.tok.de", f"{part}.lc.norm.tok.en") for part i
 #: The folder of a data set's files, within the user's.
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2", "multi30k": "multi30k/tok"}
 
+#: The data sets whose files have names that other files may have.
+PLAIN_NAMES = ("wikitext2",)
+
 #: Where each data set is published, in the order in which they are tried; a file's name goes at the end.
 HOMES: dict[str, tuple[str, ...]] = {
     "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),

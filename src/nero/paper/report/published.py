@@ -28,11 +28,15 @@ class Final(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of the authors' search on seed 0: what is known of its last epoch, shares in per cent."""
+    """A cell of the authors' search on seed 0: what is known of its last epoch, shares in per cent.
+
+    ``epochs`` is where its log ends, if that is before the last.
+    """
 
     optimiser: str
     rate: float
     ends: dict[Measure, float]
+    epochs: int | None = None
 
 
 class Curve(NamedTuple):
@@ -93,7 +97,9 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
         for run in facts.get("runs", ())
     )
     search = tuple(
-        Cell(cell["optimiser"], cell["lr"], {name: _value(name, cell[name]) for name in _known(cell)})
+        Cell(
+            cell["optimiser"], cell["lr"], {name: _value(name, cell[name]) for name in _known(cell)}, cell.get("epochs")
+        )
         for cell in facts.get("search", ())
     )
     finals = tuple(
@@ -117,7 +123,7 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
 
 
 def _known(cell: dict[str, Any]) -> list[Measure]:
-    return [cast(Measure, name) for name in cell if name not in ("optimiser", "lr")]
+    return [cast(Measure, name) for name in cell if name not in ("optimiser", "lr", "epochs")]
 
 
 def _value(measure: Measure, value: float | None) -> float:

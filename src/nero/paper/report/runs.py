@@ -89,6 +89,12 @@ class Runs:
         read = [_read(record) for record in records]
         self.elsewhere = Counter(run.task for run in read if run.task not in known)
         ours = [run for run in read if run.task in known]
+        for run in ours:
+            if (measure := known[run.task].measure) not in run.curves:
+                name = f"{run.optimiser} at {run.rate:g} with seed {run.seed}"
+                raise StoreError(
+                    f"the record of {run.task} by {name} has no {measure.partition('_')[0]}_loss: run it again"
+                )
         self._ours = sorted(ours, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in ours if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in ours if run.epochs == known[run.task].epochs), key=_order)

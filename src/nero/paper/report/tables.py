@@ -85,7 +85,8 @@ def search(facts: Published, runs: Runs) -> str:
         row = rows[cell.optimiser]
         run = runs.at(row, cell.rate).get(0)
         rate = f"**{cell.rate:g}**" if cell.rate == row.rate else f"{cell.rate:g}"
-        both = [(_end(run, measure), f"{cell.ends[measure]:.2f}") for measure in measures]
+        until = "" if cell.epochs is None else f" (epoch {cell.epochs})"
+        both = [(_end(run, measure), _number(cell.ends[measure]) + until) for measure in measures]
         lines.append((name_of(cell.optimiser), rate, *(value for pair in both for value in pair)))
     parts = {"train": "train", "valid": "validation", "test": "test"}
     names = [parts[measure.partition("_")[0]] for measure in measures]
@@ -185,17 +186,21 @@ def _over_seeds(values: Sequence[float], lost: bool = False) -> str:
     mean, spread = mean_and_spread(values)
     mark = MARK if lost else ""
     if len(values) == 1:
-        return f"{mean:.2f}{mark} (1 seed)"
+        return f"{_number(mean)}{mark} (1 seed)"
     return _with_spread(mean, spread) + mark + ("" if len(values) == len(SEEDS) else f" ({len(values)} seeds)")
 
 
 def _end(run: Run | None, measure: Measure) -> str:
     """A run's last value, marked if it diverged."""
-    return NOT_RUN if run is None else f"{run.final(measure):.2f}{MARK if run.diverged else ''}"
+    return NOT_RUN if run is None else _number(run.final(measure)) + (MARK if run.diverged else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 1e5 else f"{value:.3g}"
 
 
 def _with_spread(mean: float, spread: float) -> str:
-    return f"{mean:.2f} ± {spread:.2f}" if mean < math.inf else "inf"
+    return f"{_number(mean)} ± {_number(spread)}" if mean < math.inf else "inf"
 
 
 def _beside(row: Final, values: Sequence[float]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """WikiText-2: articles as a stream of words, cut into rows for a language model."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from nero.paper.data import sources
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, read
 from nero.paper.data.formats import lines
+from nero.paper.data.texts import Texts
 
 #: What stands for the end of a line.
 END = "<eos>"
@@ -35,35 +36,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Texts as numbers of words.
+class Corpus(Texts[Rows]):
+    """Three texts in rows. The first :data:`STREAMS` rows of ``train`` are read together first, and so on.
 
-    Attributes:
-        name: "wikitext2".
-        vocabulary: every word of the three texts, in the order in which they first come up.
-        train, valid, test: rows; the first :data:`STREAMS` of ``train`` are what is read together first, and so on.
+    Its vocabulary has every word of the three, in the order in which they first come up.
     """
-
-    name: str
-    vocabulary: tuple[str, ...]
-    train: Rows
-    valid: Rows
-    test: Rows
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("valid", "test")
-
-    @property
-    def examples(self) -> int:
-        return len(self.train.words)
-
-    @property
-    def device(self) -> torch.device:
-        return self.train.words.device
-
-    def to(self, device: torch.device | str) -> "Corpus":
-        return replace(self, train=self.train.to(device), valid=self.valid.to(device), test=self.test.to(device))
 
     def epoch(self, batch: int, generator: object, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
         """The text as it was written: nothing is left to chance."""

@@ -11,6 +11,7 @@ from nero.paper.data import sources
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, read
 from nero.paper.data.formats import lines
+from nero.paper.data.texts import Texts
 
 #: The first words of the vocabulary: nothing, a rare word, and the ends of a sentence.
 SPECIAL = ("<blank>", "<unk>", "<s>", "</s>")
@@ -65,37 +66,14 @@ class Sentences:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """A corpus in two languages with one vocabulary.
+class Pairs(Texts[Sentences]):
+    """A corpus in two languages, whose vocabulary has the special words, then those of both.
 
     Attributes:
-        name: "multi30k".
-        vocabulary: the special words, then those of both languages.
-        train, valid, test: pairs of sentences.
         references: what is to be written of ``test``, in words.
     """
 
-    name: str
-    vocabulary: tuple[str, ...]
-    train: Sentences
-    valid: Sentences
-    test: Sentences
     references: tuple[str, ...]
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        return ("valid", "test")
-
-    @property
-    def examples(self) -> int:
-        return len(self.train.words)
-
-    @property
-    def device(self) -> torch.device:
-        return self.train.words.device
-
-    def to(self, device: torch.device | str) -> "Pairs":
-        return replace(self, train=self.train.to(device), valid=self.valid.to(device), test=self.test.to(device))
 
     def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
         """All pairs in an order that the generator's seed decides, on the host, which has to know the lengths."""

@@ -82,7 +82,7 @@ class Training:
         return self.epoch * self.steps_an_epoch + self.step
 
     def advance(self) -> None:
-        """Make one step; after the last of an epoch, look at the test set, and a few steps on, at what came of it."""
+        """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
         with self._on_stream():
             if self.step == 0:
                 self._begin_epoch()

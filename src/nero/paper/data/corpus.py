@@ -10,7 +10,7 @@ from nero.paper.data import sources
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, read
 from nero.paper.data.formats import lines
-from nero.paper.data.texts import Texts
+from nero.paper.data.texts import NOTHING, Texts
 
 #: What stands for the end of a line.
 END = "<eos>"
@@ -20,8 +20,6 @@ LENGTH = 35
 STREAMS, STREAMS_LOOKED_AT = 20, 10
 #: How many rows are looked at together.
 LOOK = 100
-#: The label of a place behind the end of a text.
-NOTHING = -100
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from nero.paper.data import sources
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, read
 from nero.paper.data.formats import lines
-from nero.paper.data.texts import Texts
+from nero.paper.data.texts import NOTHING, Texts
 
 #: The first words of the vocabulary: nothing, a rare word, and the ends of a sentence.
 SPECIAL = ("<blank>", "<unk>", "<s>", "</s>")
@@ -20,8 +20,6 @@ BLANK, UNKNOWN, BEGIN, END = range(4)
 OFTEN = 3
 #: The longest sentence that is trained on, in words.
 LONGEST = 100
-#: The label of a place behind the end of a sentence.
-NOTHING = -100
 #: Lengths of batches are multiples of this, so that there are few of them: each is a graph of its own.
 STEP = 8
 #: How many pairs are looked at together.

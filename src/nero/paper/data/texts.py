@@ -6,6 +6,9 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+#: The label of a place behind the end of a text or a sentence, which torch's losses pass over.
+NOTHING = -100
+
 
 class Numbered(Protocol):
     """Words as numbers, on some device."""

@@ -109,7 +109,7 @@ def epochs(facts: Published, runs: Runs) -> str:
 
 
 def precision(facts: Published, runs: Runs) -> str:
-    """Runs that differ in nothing but their precision, side by side, after the last epoch that they have in common."""
+    """Runs of one contender, rate and seed in several precisions, side by side."""
     groups = runs.in_several_precisions(facts.task)
     if not groups:
         return "No run was made in more than one precision."
@@ -127,9 +127,10 @@ def precision(facts: Published, runs: Runs) -> str:
 def every_run(facts: Published, runs: Runs) -> str:
     """All full runs, at whatever rate, and a note of what is left out."""
     found = runs.of(facts.task)
-    ends = [*_measures(facts).values(), *(["test BLEU"] if _told_bleu(facts) else [])]
+    bleu = any(run.bleu is not None for run in found)
+    ends = [*_measures(facts).values(), *(["test BLEU"] if bleu else [])]
     header = (_who(facts), "rate", "seed", "precision", *ends, "seconds", "side by side", "device")
-    table = _markdown(header, (_line(facts, run) for run in found)) if found else NOT_RUN
+    table = _markdown(header, (_line(facts, run, bleu) for run in found)) if found else NOT_RUN
     short = runs.short(facts.task)
     return table + (f"\n\nLeft out for having fewer than {facts.epochs} epochs: {_records(short)}." if short else "")
 
@@ -144,18 +145,14 @@ def _measures(facts: Published) -> dict[Measure, str]:
     return PERPLEXITIES if facts.measure.endswith("perplexity") else SHARES
 
 
-def _told_bleu(facts: Published) -> bool:
-    return facts.task == "translation"
-
-
-def _line(facts: Published, run: Run) -> tuple[str, ...]:
+def _line(facts: Published, run: Run, bleu: bool) -> tuple[str, ...]:
     return (
         name_of(run.optimiser),
         f"{run.rate:g}",
         str(run.seed),
         run.precision,
         *(_end(run, measure) for measure in _measures(facts)),
-        *(["-" if run.bleu is None else f"{run.bleu:.2f}"] if _told_bleu(facts) else []),
+        *(["-" if run.bleu is None else f"{run.bleu:.2f}"] if bleu else []),
         "-" if run.seconds is None else f"{run.seconds:.0f}",
         str(run.side_by_side),
         run.device,

@@ -30,8 +30,8 @@ from nero.paper.data import Corpus, Dataset, Images, Pictures, load
 from nero.paper.data.corpus import Rows
 from nero.paper.protocol import Precision, Task
 from nero.paper.record import commit
+from nero.paper.supervised import Supervised
 from nero.paper.tasks import TASKS
-from nero.paper.training import Training
 
 ROOT = Path(__file__).parents[1]
 #: One task for each network; those on the same one take the same time.
@@ -100,7 +100,7 @@ def time_cells(
     """Seconds an epoch of runs side by side, after the first; all the data is so many times larger than this."""
     start = time.perf_counter()
     trainings = [
-        Training(task, task.settings(optimiser, rate, epochs=epochs + 1, precision=precision), data)
+        Supervised(task, task.settings(optimiser, rate, epochs=epochs + 1, precision=precision), data)
         for optimiser, rate in cells
     ]
     times: list[float] = []

@@ -39,9 +39,10 @@ from nero.paper.models.vgg import vgg11
 from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
 from nero.paper.record import Store, StoreError, read_records, write_whole
+from nero.paper.supervised import LAG, Supervised
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
-from nero.paper.training import LAG, Training, _precision
+from nero.paper.training import products_in
 
 CPU = torch.device("cpu")
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / "data"))
@@ -144,7 +145,7 @@ def test_every_task_trains(name, contender, tmp_path):
         task = replace(task, batch=10, model=partial(language_model, 7))
     if task.dataset == "multi30k":
         task = replace(task, model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=2))
-    trained = Training(task, task.settings(contender, epochs=1), data)
+    trained = Supervised(task, task.settings(contender, epochs=1), data)
     before = [value.detach().clone() for value in trained.model.parameters()]
     while not trained.finished:
         trained.advance()
@@ -171,7 +172,7 @@ def test_a_look_takes_in_every_batch(dataset, monkeypatch):
         "wikitext2": partial(language_model, 7, width=8, hidden=8),
         "multi30k": partial(Translator, 14, width=16, hidden=16, layers=1),
     }
-    training = Training(replace(TINY, model=models[dataset], dataset=dataset), TINY.settings("nero"), data)
+    training = Supervised(replace(TINY, model=models[dataset], dataset=dataset), TINY.settings("nero"), data)
     for part in data.parts:
         for module in (data_module, corpus, pairs):
             monkeypatch.setattr(module, "LOOK", 10**6)
@@ -243,7 +244,7 @@ def test_every_dropout_of_a_text_model_drops(make):
 
 def test_a_tasks_network_learns():
     task = replace(TINY, model=lambda: mlp(3, 3072), dataset="cifar10", schedule=constant, augment=None, epochs=8)
-    training = Training(task, task.settings("nero"), made(examples=40))
+    training = Supervised(task, task.settings("nero"), made(examples=40))
     while not training.finished:
         training.advance()
     assert training.curve["train_accuracy"][-1] > 0.8
@@ -339,7 +340,7 @@ def test_labels_are_smoothed_and_losses_summed_to_train_on_and_not_to_tell():
     task = replace(TASKS["translation"], model=model, schedule=constant, batch=30)
     steps, losses = {}, {}
     for name, changes in {"paper": {}, "plain": {"smoothing": 0.0}, "mean": {"summed": False}}.items():
-        training = Training(replace(task, **changes), task.settings("sgd", 1e-4), data)
+        training = Supervised(replace(task, **changes), task.settings("sgd", 1e-4), data)
         before = [weight.detach().clone() for weight in training.model.parameters()]
         training.advance()
         steps[name] = [now.detach() - was for now, was in zip(training.model.parameters(), before, strict=True)]
@@ -370,7 +371,7 @@ def test_a_translation_is_the_likeliest_word_after_the_likeliest():
 def test_a_perfect_translation_has_a_bleu_of_a_hundred(monkeypatch, tmp_path):
     data = made("multi30k", examples=40, tests=30)
     task = replace(TASKS["translation"], model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=1))
-    training = Training(task, task.settings("nero", epochs=1), data)
+    training = Supervised(task, task.settings("nero", epochs=1), data)
     poor = training.verdict()["test_bleu"]
     assert 0 <= poor < 50
     answers = {
@@ -404,7 +405,7 @@ def test_a_language_model_learns_what_follows_what():
         TASKS["wikitext2"], model=partial(language_model, 7, width=32, hidden=32, dropout=0.0), schedule=constant
     )
     data = made("wikitext2", examples=200)
-    training = Training(task, task.settings("nero", epochs=20), data)
+    training = Supervised(task, task.settings("nero", epochs=20), data)
     while not training.finished:
         training.advance()
     curve = training.curve
@@ -419,9 +420,9 @@ def test_a_language_model_learns_what_follows_what():
 def test_an_epochs_numbers_may_come_late(lag, monkeypatch):
     """As on a GPU, where nobody waits for them: they are the same, come once each, and are in what is kept."""
     data, settings = made(), TINY.settings("nero")
-    at_once = Training(TINY, settings, data)
+    at_once = Supervised(TINY, settings, data)
     monkeypatch.setitem(LAG, "cpu", lag)
-    late = Training(TINY, settings, data)
+    late = Supervised(TINY, settings, data)
     came = []
     while not at_once.finished:
         at_once.advance()
@@ -435,13 +436,13 @@ def test_an_epochs_numbers_may_come_late(lag, monkeypatch):
             assert (late.known == late.epoch) == late.finished
     steps = min(lag, late.steps_an_epoch - 1)
     assert came == [*((epoch, steps) for epoch in range(1, settings.epochs)), (settings.epochs, 0)]
-    again = Training(TINY, settings, data)
+    again = Supervised(TINY, settings, data)
     while again.epoch == 0:
         again.advance()
     assert not again.curve["train_loss"]
     state = again.state()
     assert state["curve"]["train_loss"] == at_once.curve["train_loss"][:1]
-    resumed = Training(TINY, settings, data, state)
+    resumed = Supervised(TINY, settings, data, state)
     while not resumed.finished:
         resumed.advance()
     assert resumed.curve == at_once.curve
@@ -470,16 +471,16 @@ def test_killed_and_resumed_equals_undisturbed(contender, tmp_path, monkeypatch)
 
 def test_resumed_weights_are_the_same_bits(tmp_path):
     data, settings = made(), TINY.settings("adam")
-    whole = Training(TINY, settings, data)
+    whole = Supervised(TINY, settings, data)
     for _ in range(7):
         whole.advance()
     store = Store(tmp_path)
     for stop in range(7):
-        half = Training(TINY, settings, data)
+        half = Supervised(TINY, settings, data)
         for _ in range(stop):
             half.advance()
         store.save(half)
-        half = Training(TINY, settings, data, store.begin(TINY, settings, CPU))
+        half = Supervised(TINY, settings, data, store.begin(TINY, settings, CPU))
         for _ in range(stop, 7):
             half.advance()
         for name, value in whole.model.state_dict().items():
@@ -526,7 +527,7 @@ def test_side_by_side_equals_one_after_the_other(tmp_path):
 def test_an_interrupt_at_any_moment_keeps_all_runs(where, asked, tmp_path, monkeypatch):
     data, runs = made(), [TINY.settings(name) for name in ("resnet", "nero")]
     undisturbed = train(TINY, runs, data, Store(tmp_path / "undisturbed"), Watch(), side_by_side=2)
-    method, calls = getattr(Training, where), []
+    method, calls = getattr(Supervised, where), []
 
     def interrupted(self, *arguments):
         calls.append(None)
@@ -536,7 +537,7 @@ def test_an_interrupt_at_any_moment_keeps_all_runs(where, asked, tmp_path, monke
 
     watch, handler = Watch(), signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
-        patch.setattr(Training, where, interrupted)
+        patch.setattr(Supervised, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(TINY, runs, data, Store(tmp_path / "stopped"), watch, side_by_side=2)
     assert watch.kept == 2
@@ -712,7 +713,7 @@ def test_a_full_disk_stops_a_run_with_word_and_loses_nothing(tmp_path, monkeypat
 
 def test_checkpoints_hold_no_code(tmp_path):
     store, settings = Store(tmp_path), TINY.settings("nero")
-    training = Training(TINY, settings, made())
+    training = Supervised(TINY, settings, made())
     training.advance()
     store.save(training)
     path = store.path(TINY, settings, ".checkpoint")
@@ -733,7 +734,7 @@ def test_checkpoints_hold_no_code(tmp_path):
 )
 def test_a_checkpoint_of_another_run_is_refused(task, settings, device, what, tmp_path):
     store, saved = Store(tmp_path), TINY.settings("adam")
-    store.save(Training(TINY, saved, made()))
+    store.save(Supervised(TINY, saved, made()))
     store.path(TINY, saved, ".checkpoint").rename(store.path(task, settings, ".checkpoint"))
     with pytest.raises(StoreError, match=rf"another run: {what} was .* delete it"):
         store.begin(task, settings, device)
@@ -789,7 +790,7 @@ def test_a_bad_checkpoint_is_met_before_work_is_spent(tmp_path):
 
 
 def test_an_error_in_one_run_keeps_those_beside_it(tmp_path, monkeypatch):
-    advance = Training.advance
+    advance = Supervised.advance
 
     def failing(self):
         if self.settings.seed == 1 and self.steps_done == 4:
@@ -798,7 +799,7 @@ def test_an_error_in_one_run_keeps_those_beside_it(tmp_path, monkeypatch):
 
     runs = [TINY.settings("sgd", seed=seed) for seed in (0, 1, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "advance", failing)
+        patch.setattr(Supervised, "advance", failing)
         with pytest.raises(torch.OutOfMemoryError):
             train(TINY, runs, made(), Store(tmp_path), Watch(), side_by_side=3)
     watch = Watch()
@@ -844,7 +845,7 @@ def test_the_commit_is_this_projects_own(monkeypatch):
 def test_the_fastest_kernels_are_let_work():
     before = torch.get_float32_matmul_precision()
     for name, matrices in (("float32", "highest"), ("tf32", "high")):
-        with _precision(name):
+        with products_in(name):
             assert torch.backends.cudnn.enabled
             assert torch.backends.cudnn.benchmark
             assert torch.backends.cudnn.allow_tf32 == (name == "tf32")
@@ -1005,7 +1006,7 @@ def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "GLANCE", 0.0)
     monkeypatch.setattr(progress, "QUIET", 0.0)
     store, settings = Store(tmp_path), TINY.settings("sgd")
-    half = Training(TINY, settings, made())
+    half = Supervised(TINY, settings, made())
     for _ in range(4):
         half.advance()
     store.save(half)
@@ -1077,8 +1078,8 @@ def test_a_run_does_not_end_for_want_of_tensorboard(when, tmp_path, monkeypatch)
 
 
 def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch):
-    advance = Training.advance
-    monkeypatch.setattr(Training, "advance", lambda self: (signal.raise_signal(signal.SIGINT), advance(self)))
+    advance = Supervised.advance
+    monkeypatch.setattr(Supervised, "advance", lambda self: (signal.raise_signal(signal.SIGINT), advance(self)))
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 2, "--device", "cpu")
     assert code == 130
     assert "the same command goes on from what was kept" in told
@@ -1089,7 +1090,7 @@ def test_a_full_gpu_is_told_in_a_line(command, tmp_path, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Training, "advance", full)
+    monkeypatch.setattr(Supervised, "advance", full)
     code, _ = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 1, "--device", "cpu")
     assert "--side-by-side" in code
 
@@ -1120,12 +1121,12 @@ def test_captured_steps_are_the_steps(contender, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "flags", lambda **asked: flags(**{**asked, "benchmark": False}))
     monkeypatch.setattr(lamb, "LARGE", 1)  # by its kernels, too
     data, settings = made().to("cuda"), TINY.settings(contender)
-    captured = Training(TINY, settings, data)
+    captured = Supervised(TINY, settings, data)
     while not captured.finished:
         captured.advance()
     assert len(captured._graphs) == 2  # of eight, and of the four that are left
-    monkeypatch.setattr(Training, "_learn", Training._update)
-    plain = Training(TINY, settings, data)
+    monkeypatch.setattr(Supervised, "_learn", Supervised._update)
+    plain = Supervised(TINY, settings, data)
     while not plain.finished:
         plain.advance()
     assert captured.curve["train_loss"] == pytest.approx(plain.curve["train_loss"], rel=1e-3)
@@ -1143,12 +1144,12 @@ def test_captured_steps_are_the_steps_of_texts(name, graphs, contender, monkeypa
     models = {"wikitext2": partial(language_model, 7, **small), "translation": partial(Translator, 14, **small)}
     task = replace(TASKS[name], model=models[name], batch=10 if name == "translation" else 20)
     settings = task.settings(contender, epochs=2)
-    captured = Training(task, settings, data)
+    captured = Supervised(task, settings, data)
     while not captured.finished:
         captured.advance()
     assert len(captured._graphs) >= graphs
-    monkeypatch.setattr(Training, "_learn", Training._update)
-    plain = Training(task, settings, data)
+    monkeypatch.setattr(Supervised, "_learn", Supervised._update)
+    plain = Supervised(task, settings, data)
     while not plain.finished:
         plain.advance()
     for name, values in plain.curve.items():

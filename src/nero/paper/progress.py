@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -98,7 +98,7 @@ class Display:
         elif training.device.type != "cpu" or now - self._shown < GLANCE:
             return  # to look into an epoch under way, a GPU would have to be waited for
         self._shown = now
-        metric = _last(training) if fresh else f"train {_told(training, *training.so_far())} so far"
+        metric = _last(training) if fresh else f"{_told(training.task, training.so_far())} so far"
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now
@@ -157,16 +157,24 @@ def duration(seconds: float) -> str:
 
 def _last(training: Training) -> str:
     """The numbers of the last epoch."""
-    curve = training.curve
-    parts = [name.removesuffix("_loss") for name in curve if name.endswith("_loss")]
-    told = {part: _told(training, curve[f"{part}_loss"][-1], curve[f"{part}_accuracy"][-1]) for part in parts}
-    return ", ".join(f"{part} {value}" for part, value in told.items())
+    return _told(training.task, {name: values[-1] for name, values in training.curve.items()})
 
 
-def _told(training: Training, loss: float | None, accuracy: float | None) -> str:
-    """As people speak of it: perplexity where the loss counts, else accuracy."""
-    if not training.task.metric.endswith("loss"):
-        return f"{accuracy:.2%}"
+def _told(task: Task, numbers: Mapping[str, float | None]) -> str:
+    """As people speak of them: perplexity where the loss counts, else accuracy, else all that there are."""
+    if task.metric.endswith("loss"):
+        return _joined({name: _perplexity(value) for name, value in numbers.items() if name.endswith("_loss")})
+    if task.metric.endswith("accuracy"):
+        return _joined({name: f"{value:.2%}" for name, value in numbers.items() if name.endswith("_accuracy")})
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if value is not None)
+
+
+def _joined(told: dict[str, str]) -> str:
+    """The values with the parts of the data that they are of."""
+    return ", ".join(f"{name.rpartition('_')[0]} {value}" for name, value in told.items())
+
+
+def _perplexity(loss: float | None) -> str:
     if loss is None or not loss < 700:
         return "diverged"
     perplexity = math.exp(loss)

@@ -51,7 +51,8 @@ class Task:
         grid: the learning rates searched.
         epochs, batch: how long, and how many examples a step.
         schedule: the factor of the learning rate at each step.
-        metric: what decides which rate is best, of the last epoch: the highest accuracy, or the lowest loss.
+        metric: what decides which rate is best, of the last epoch: the highest accuracy or reward, or the lowest loss
+            or distance.
         augment: what is done to the training images in each epoch.
         seconds: what a run alone takes, in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1; None: not
             timed yet.
@@ -59,6 +60,8 @@ class Task:
         smoothing: how much of each label is shared out among all, to train on.
         summed: train on the sum of a batch's losses, and not on their mean.
         verdict: what else there is to say of a trained network, from it and its data.
+        loop: what trains, a :class:`nero.paper.training.Training` made with task, settings, data and a checkpoint's
+            state or None; without, the one of all supervised tasks.
     """
 
     name: str
@@ -71,13 +74,14 @@ class Task:
     epochs: int
     batch: int
     schedule: Schedule
-    metric: Literal["train_accuracy", "test_accuracy", "valid_loss"]
+    metric: Literal["train_accuracy", "test_accuracy", "valid_loss", "reward", "test_distance"]
     seconds: tuple[float | None, float | None]
     augment: Augment | None = None
     side_by_side: int = 4
     smoothing: float = 0.0
     summed: bool = False
     verdict: Callable[[nn.Module, Any], dict[str, float]] | None = None
+    loop: Callable[["Task", "Settings", Any, dict[str, Any] | None], Any] | None = None
 
     def settings(
         self,
@@ -129,7 +133,7 @@ def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
 
     def worth(record: dict[str, Any]) -> tuple[float, bool, float]:
         last = record["curve"][task.metric][-1]
-        last = -last if last is not None and task.metric.endswith("loss") else last
+        last = -last if last is not None and task.metric.endswith(("loss", "distance")) else last
         papers = record["lr"] == task.contenders[record["optimiser"]].best
         return (-math.inf if last is None else last, papers, -record["lr"])
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -107,6 +108,12 @@ class Store:
         state = {"run": identity, "commits": self._commits.get(training.settings, []), **training.state()}
         write_whole(self.path(training.task, training.settings, ".checkpoint"), lambda file: torch.save(state, file))
 
+    def keep(self, training: Training) -> None:
+        """Write the files that a run has made by now beside its record."""
+        for suffix, content in list(training.files.items()):
+            write_whole(self.path(training.task, training.settings, suffix), partial(_write, content))
+            del training.files[suffix]
+
     def finish(self, training: Training) -> dict[str, Any]:
         """Keep the record of a finished run, and let its checkpoint go."""
         commits = self._commits.get(training.settings, [self.commit])
@@ -124,8 +131,9 @@ class Store:
             "seconds": round(training.seconds, 1),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        self.keep(training)  # its verdict may have made some
         line = json.dumps(record, allow_nan=False) + "\n"
-        write_whole(self.path(training.task, training.settings, ".json"), lambda file: file.write(line.encode()))
+        write_whole(self.path(training.task, training.settings, ".json"), partial(_write, line.encode()))
         checkpoint = self.path(training.task, training.settings, ".checkpoint")
         for left in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*.part")):
             left.unlink(missing_ok=True)
@@ -162,6 +170,10 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
                 f"cannot write {path}: {reason}, run the same command again, and it goes on from what was kept"
             ) from error
         raise
+
+
+def _write(content: bytes, file: IO[bytes]) -> None:
+    file.write(content)
 
 
 def commit() -> str | None:
@@ -221,7 +233,7 @@ def _read(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
         if not isinstance(record, dict) or not {"task", "optimiser", "lr", "seed", "curve"} <= set(record):
             raise ValueError("it is JSON, but no record of a run")
-        if not record["curve"].get("train_loss") or not all(record["curve"].values()):
+        if not record["curve"] or not all(record["curve"].values()):
             raise ValueError("its curve is not whole")
     except (OSError, ValueError, AttributeError) as error:
         raise StoreError(f"{path} is not a record: {error}") from error

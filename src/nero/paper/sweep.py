@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from nero.paper.data import Dataset
 from nero.paper.protocol import Precision, Settings, Task, best_rate
 from nero.paper.record import Store
+from nero.paper.supervised import Supervised
 from nero.paper.training import Training
 
 #: Seconds between two rounds of checkpoints, or more where a round takes long: at most a twentieth of the time.
@@ -57,7 +58,7 @@ def train(
         while waiting or active:
             while waiting and len(active) < side_by_side:
                 settings = waiting.popleft()
-                active.append(Training(task, settings, data, store.begin(task, settings, data.device)))
+                active.append((task.loop or Supervised)(task, settings, data, store.begin(task, settings, data.device)))
                 watch.begun(active[-1])
             for training in list(active):
                 training.beside = max(training.beside, len(active))
@@ -69,6 +70,7 @@ def train(
                         _save(active, store)
                     raise
                 watch.stepped(training)
+                store.keep(training)
                 if training.finished:
                     done[training.settings] = store.finish(training)
                     active.remove(training)

@@ -1,65 +1,44 @@
-"""One run under way. The loop that serves every task: an epoch's data, a step, a look at the test set."""
+"""A run under way: what records, checkpoints and the display ask of it, whatever its loop does in a step."""
 
-import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 
-from nero.paper import baselines
-from nero.paper.data import Dataset
-from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import Precision, Settings, Task
 
-#: Steps before a graph is captured: libraries choose their kernels, and Nero's are compiled.
-WARM_UP = 3
-#: How many steps of the next epoch are under way when the last one's numbers are waited for, lest a GPU stand still.
-LAG = {"cuda": 8, "cpu": 0}
 
-
-class Training:
-    """A network, its optimiser and where they stand.
-
-    All randomness of an epoch (order, augmentation, dropout) comes from a generator seeded by the run's seed and the
-    epoch, so where a run stands is a few numbers. On a GPU the data is there already, and a step is a CUDA graph
-    on a stream of the run's own: runs that take turns at :meth:`advance` keep the GPU busy side by side.
+class Training(ABC):
+    """Where a run stands. A loop says what a step is, and what more it has to keep.
 
     Args:
         task: what to train on what.
         settings: of this run.
-        data: the task's data set, on the device to train on.
-        state: what :meth:`state` gave, to go on from there.
+        device: to train on.
+        steps_an_epoch: how often :meth:`advance` is called for each.
+
+    Attributes:
+        curve: by name, a number for each epoch that is over; None where there is none.
+        beside: how many runs there were at a time, at most.
+        resumed: how often the run was broken off.
+        files: what is to be kept beside the record, by the end of its name; whoever writes it takes it away.
     """
 
-    def __init__(self, task: Task, settings: Settings, data: Dataset, state: dict[str, Any] | None = None) -> None:
-        self.task, self.settings, self.data = task, settings, data
-        self.device = data.device
-        self.steps_an_epoch = math.ceil(data.examples / task.batch)
+    def __init__(self, task: Task, settings: Settings, device: torch.device, steps_an_epoch: int) -> None:
+        self.task, self.settings, self.device, self.steps_an_epoch = task, settings, device, steps_an_epoch
         self.epoch = self.step = 0
-        self._parts = ("train", *data.parts)
-        self.curve: dict[str, list[float | None]] = {
-            f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")
-        }
-        self.beside = 1  # how many runs there were at a time, at most
-        self.resumed = 0  # how often it was broken off
+        self.curve: dict[str, list[float | None]] = {}
+        self.beside, self.resumed = 1, 0
+        self.files: dict[str, bytes] = {}
         self._spent, self._since = 0.0, time.perf_counter()
-        on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None  # for all graphs: they never run at a time
-        self._batches: Sequence[tuple[Tensor, Tensor]] = ()
-        self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
-        self._pending: Tensor | None = None
-        with self._on_stream():
-            self._build()
-            if state is not None:
-                self._go_on_from(state)
-        if self._stream is not None:
-            self._stream.synchronize()
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Make one step, and after the last of an epoch what is due then."""
 
     @property
     def finished(self) -> bool:
@@ -69,7 +48,7 @@ class Training:
     @property
     def known(self) -> int:
         """Of how many epochs the numbers have come in."""
-        return len(self.curve["train_loss"])
+        return min(map(len, self.curve.values()))
 
     @property
     def seconds(self) -> float:
@@ -81,192 +60,44 @@ class Training:
         """Counted from the first epoch."""
         return self.epoch * self.steps_an_epoch + self.step
 
-    def advance(self) -> None:
-        """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
-        with self._on_stream():
-            if self.step == 0:
-                self._begin_epoch()
-            self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
-            self._learn(*self._batches[self.step])
-            self.step += 1
-            if self.step == self.steps_an_epoch:
-                self._end_epoch()
-        if self.step == self._lag or self.finished:
-            self._read()
+    def so_far(self) -> dict[str, float]:
+        """Some of the curve's numbers for the epoch under way; waits for the device."""
+        return {}
 
-    def verdict(self) -> dict[str, float]:
-        """What there is to say of the network besides its curves."""
-        if self.task.verdict is None:
-            return {}
-        self.model.eval()
-        with self._on_stream(), _precision(self.settings.precision):
-            return self.task.verdict(self.model, self.data)
-
-    def so_far(self) -> tuple[float, float]:
-        """The mean loss and the accuracy of the epoch under way; waits for the device."""
-        with self._on_stream():
-            loss, correct, count = self.totals.tolist()
-        return loss / max(count, 1), correct / max(count, 1)
+    def verdict(self) -> dict[str, Any]:
+        """What there is to say besides the curves, at the end."""
+        return {}
 
     def state(self) -> dict[str, Any]:
         """All that is needed to go on from here, as tensors and plain Python."""
-        self._read()
-        with self._on_stream():
-            return {
-                "epoch": self.epoch,
-                "step": self.step,
-                "curve": {name: list(values) for name, values in self.curve.items()},
-                "seconds": self.seconds,
-                "beside": self.beside,
-                "resumed": self.resumed,
-                "totals": _on_cpu(self.totals),
-                "generator": self.generator.get_state(),
-                "model": _on_cpu(dict(self.model.state_dict())),
-                "optimiser": _on_cpu(self.optimiser.state_dict()),
-            }
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "curve": {name: list(values) for name, values in self.curve.items()},
+            "seconds": self.seconds,
+            "beside": self.beside,
+            "resumed": self.resumed,
+        }
 
-    def _build(self) -> None:
-        contender = self.task.contenders[self.settings.optimiser]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.settings.seed)
-            model = (contender.model or self.task.model)()  # on the CPU: the same weights for every device
-        # convolutions on a GPU's tensor cores want channels last; nothing else has four axes
-        self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.generator = torch.Generator(self.device)
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.generator = self.generator
-        self.lr = torch.zeros((), device=self.device)
-        self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **contender.options)
-        baselines.prime(self.optimiser)
-        self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-
-    def _go_on_from(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.lr  # loading made a copy of it
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Stand where :meth:`state` was called."""
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
         self._spent, self.beside, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
-        if self.step:
-            self._begin_epoch()
-            self.generator.set_state(state["generator"])
-            self.totals.copy_(state["totals"])
-
-    def _begin_epoch(self) -> None:
-        self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
-        self._batches = self.data.epoch(self.task.batch, self.generator, self.task.augment)
-        self.totals.zero_()
-        self.model.train()
-
-    def _learn(self, inputs: Tensor, labels: Tensor) -> None:
-        if self._stream is None:
-            self._update(inputs, labels)
-            return
-        if inputs.shape not in self._graphs:
-            self._graphs[inputs.shape] = self._capture(inputs.clone(), labels.clone())
-        graph, held_inputs, held_labels = self._graphs[inputs.shape]
-        held_inputs.copy_(inputs)
-        held_labels.copy_(labels)
-        graph.replay()
-
-    def _update(self, inputs: Tensor, labels: Tensor) -> None:
-        with _precision(self.settings.precision):
-            self.optimiser.zero_grad()
-            logits = self.model(inputs)
-            loss = self._objective(logits, labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimiser.step()
-        with torch.no_grad():
-            plain = not (self.task.smoothing or self.task.summed)
-            self.totals += _totals(logits, labels, loss if plain else None)
-
-    def _objective(self, logits: Tensor, labels: Tensor) -> Tensor:
-        reduction = "sum" if self.task.summed else "mean"
-        return _cross_entropy(logits, labels, label_smoothing=self.task.smoothing, reduction=reduction)
-
-    def _capture(self, inputs: Tensor, labels: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """A graph of the update on these tensors. What the warm-up changes is put back."""
-        changing = [*self.model.state_dict().values(), self.totals]
-        kept = [value for state in self.optimiser.state.values() for value in state.values()]
-        changing += [value for value in kept if isinstance(value, Tensor)]
-        before, random = [tensor.clone() for tensor in changing], self.generator.get_state()
-        for _ in range(WARM_UP):
-            self._update(inputs, labels)
-        for tensor, value in zip(changing, before, strict=True):
-            tensor.copy_(value)
-        self.generator.set_state(random)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            self._update(inputs, labels)
-        return graph, inputs, labels
-
-    def _end_epoch(self) -> None:
-        self._batches = ()
-        totals = torch.stack([self.totals, *map(self._look, self.data.parts)])
-        self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
-        self._pending.copy_(totals, non_blocking=True)
-        if self._stream is not None:
-            self._there = self._stream.record_event()
-        self.epoch, self.step = self.epoch + 1, 0
-
-    def _read(self) -> None:
-        """Take up the numbers of an epoch that is over; the host waits here, if anywhere."""
-        if self._pending is None:
-            return
-        if self._stream is not None:
-            self._there.synchronize()
-        for name, (loss, correct, count) in zip(self._parts, self._pending.tolist(), strict=True):
-            self.curve[f"{name}_loss"].append(_finite(loss / count))
-            self.curve[f"{name}_accuracy"].append(correct / count)
-        self._pending = None
-
-    @torch.no_grad()
-    def _look(self, part: str) -> Tensor:
-        self.model.eval()
-        totals = torch.zeros_like(self.totals)
-        for inputs, labels in self.data.batches(part):
-            with _precision(self.settings.precision):
-                logits = self.model(inputs)
-            totals += _totals(logits, labels)
-        return totals
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
-    """Over labels of any shape; those of -100 count for nothing."""
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
-
-
-def _totals(logits: Tensor, labels: Tensor, loss: Tensor | None = None) -> Tensor:
-    """The sum of the losses, whose mean may be known, how many are right, and how many there are."""
-    count = (labels >= 0).sum()
-    correct = (logits.argmax(-1) == labels).sum()
-    loss = _cross_entropy(logits, labels) if loss is None else loss
-    return torch.stack([loss.double() * count, correct.double(), count.double()])
-
-
-def _finite(value: float) -> float | None:
-    """The value, or None for what JSON has no word for."""
-    return value if math.isfinite(value) else None
-
-
-def _on_cpu(value: Any) -> Any:
+def on_cpu(value: Any) -> Any:
     """A copy of nested dicts and lists with their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {key: _on_cpu(entry) for key, entry in value.items()}
+        return {key: on_cpu(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_on_cpu(entry) for entry in value)
+        return type(value)(on_cpu(entry) for entry in value)
     return value
 
 
 @contextmanager
-def _precision(name: Precision) -> Iterator[None]:
+def products_in(name: Precision) -> Iterator[None]:
     """Products of float32 matrices in float32, or on a GPU's tensor cores in TF32; the fastest kernels of either."""
     matrices = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")

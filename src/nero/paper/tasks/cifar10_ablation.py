@@ -28,6 +28,6 @@ task = Task(
         "nero-both": nero(fix_mean=True, fix_norm=True, best=0.02),
     },
     grid=FINE_GRID,
-    seconds=(409, 509_000),
+    seconds=(405, 509_000),
     **CIFAR10,
 )

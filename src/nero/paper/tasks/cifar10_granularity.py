@@ -21,6 +21,6 @@ task = Task(
         "lamb-balanced": Contender("lamb", best=0.06, options={"balanced": True}),
     },
     grid=FINE_GRID,
-    seconds=(409, 509_000),
+    seconds=(405, 509_000),
     **CIFAR10,
 )

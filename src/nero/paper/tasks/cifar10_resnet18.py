@@ -16,7 +16,7 @@ task = Task(
         "lamb": Contender("lamb", best=0.1),
     },
     grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
-    seconds=(1290, 1_190_000),
+    seconds=(1280, 1_190_000),
     side_by_side=2,
     **CIFAR10,
 )

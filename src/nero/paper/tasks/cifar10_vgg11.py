@@ -19,6 +19,6 @@ task = Task(
         "lamb": Contender("lamb", best=0.01),
     },
     grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
-    seconds=(409, 509_000),
+    seconds=(405, 509_000),
     **CIFAR10,
 )

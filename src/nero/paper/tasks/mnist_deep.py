@@ -26,6 +26,6 @@ task = Task(
     batch=250,
     schedule=decay_each_epoch(0.9),
     metric="train_accuracy",
-    seconds=(100, 22_800),
+    seconds=(99, 22_800),
     side_by_side=12,
 )

@@ -35,7 +35,9 @@ def report(records: list[Record], out: Path) -> list[Path]:
     runs = Runs(records)
     pages = {task: tables.of_task(task, runs) for task in all_published()}
     texts = {out / f"{task}.md": _page(out / f"{task}.md", task, made) for task, made in pages.items()}
-    texts[out / "README.md"] = _page(out / "README.md", "", {"index": tables.index(runs)})
+    texts[out / "README.md"] = _page(
+        out / "README.md", "", {"index": tables.index(runs), "table-1": tables.table_1(runs)}
+    )
     _check(out)
     written = []
     for task in pages:

@@ -49,6 +49,11 @@ LOOKS = {
     # both are Adam
     "sigma-1": Look("#009E73", "^"),
     "sigma-100": Look("#004D38", "s"),
+    # ImageNet's: each family in two or three shades
+    "sgd-decay": Look("#8C3D00", "s"),
+    "nero-tuned": Look("#003F63", "D"),
+    "nero-free-gains": Look("#56B4E9", "v"),
+    "lamb-momentum": Look("#7A3E5E", "d"),
 }
 
 
@@ -72,6 +77,8 @@ def draw(task: str, runs: Runs) -> Figure:
         "mnist-deep": _deep,
         "mnist-reparameterised": _reparameterised,
         "cifar10-granularity": _granularity,
+        "cgan": _distances,
+        "pong": _rewards,
     }
     return drawings.get(task, _errors)(facts, runs)
 
@@ -158,10 +165,49 @@ def _errors(facts: Published, runs: Runs) -> Figure:
         _log_error(axes, entries, measure, facts)
         _dress(axes, "epoch", words + (", by Nero's constraints" if entries[0].name in short.values() else ""))
     _say_if_empty(panels[0], entries)
-    if not facts.curves:
+    if not facts.curves and facts.comparable:
         _gutter(panels[1], entries, facts)
     _label(panels[1], entries, facts)
     _key(figure, entries, facts)
+    return figure
+
+
+def _distances(facts: Published, runs: Runs) -> Figure:
+    figure, (axes,) = _canvas(7.2, 4.6)
+    entries = [_entry(row, runs) for row in facts.finals]
+    for place, entry in enumerate(entries):
+        _curve(axes, entry, "test_distance", place, len(entries))
+    axes.set_xlim(0, 1.02 * facts.epochs)
+    taken = [value for value in _values(entries, "test_distance") if not math.isnan(value)]
+    if taken:
+        axes.set_yscale("log")
+        axes.set_ylim(0.9 * min(taken), 1.1 * max(taken))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        axes.set_yticks([])
+    _say_if_empty(axes, entries)
+    _label(axes, entries, facts)
+    _dress(axes, "epoch", "Fréchet distance of made images to test images")
+    _key(figure, entries, facts)
+    return figure
+
+
+def _rewards(facts: Published, runs: Runs) -> Figure:
+    figure, (axes,) = _canvas(8.4, 4.6)
+    entries = [_entry(row, runs) for row in facts.finals]
+    for place, entry in enumerate(entries):
+        _curve(axes, entry, "reward", place, len(entries), each=True)
+    axes.set_ylim(-22, 22)
+    axes.set_yticks([-21, -10, 0, 10, 21])
+    _say_if_empty(axes, entries)
+    _gutter(axes, entries, facts)
+    steps = range(6)  # in millions, of the 5 that an experiment has
+    axes.set_xticks([facts.epochs * step / 5 for step in steps], [f"{step} M" for step in steps])
+    _label(axes, entries, facts)
+    _dress(axes, "steps of the game", "Mean return of the last 100 episodes")
+    _key(figure, entries, facts, each=True)
     return figure
 
 
@@ -215,9 +261,14 @@ def _curve(axes: Axes, entry: Entry, measure: Measure, place: int, of: int, *, e
     """The mean over seeds by epoch, and their range, or each of them."""
     if not entry.runs:
         return
-    means = _means(entry, measure)
+    by_epoch = {
+        epoch: values
+        for epoch, values in enumerate(zip(*(run.curves[measure] for run in entry.runs), strict=True), start=1)
+        if not any(map(math.isnan, values))
+    }
+    means = [sum(values) / len(values) for values in by_epoch.values()]
     count = len(means)
-    epochs = range(1, count + 1)
+    epochs = list(by_epoch)
     every = max(1, count // 8)
     colour, marker = entry.look
     axes.plot(
@@ -228,11 +279,10 @@ def _curve(axes: Axes, entry: Entry, measure: Measure, place: int, of: int, *, e
         marker=marker, markersize=5.5 if entry.bold else 5, markevery=(every * place // of, every),
     )  # fmt: skip
     if len(entry.runs) > 1 and each:  # where one learns and another does not, a range would hide it
-        for run in entry.runs:
-            axes.plot(epochs, run.curves[measure], color=colour, alpha=0.5, linewidth=0.9, zorder=2)
+        for run in zip(*by_epoch.values(), strict=True):
+            axes.plot(epochs, run, color=colour, alpha=0.5, linewidth=0.9, zorder=2)
     elif len(entry.runs) > 1:
-        by_epoch = list(zip(*(run.curves[measure] for run in entry.runs), strict=True))
-        low, high = ([extreme(values) for values in by_epoch] for extreme in (min, max))
+        low, high = ([extreme(values) for values in by_epoch.values()] for extreme in (min, max))
         axes.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0, zorder=2)
 
 
@@ -253,6 +303,8 @@ def _gutter(axes: Axes, entries: list[Entry], facts: Published) -> None:
     axes.axvspan(start, end, color="#f2f2f2", linewidth=0, zorder=0)
     for place, entry in enumerate(entries):
         x, colour = start + (place + 0.5) * step, entry.look.colour
+        if math.isnan(entry.row.mean):
+            continue
         axes.plot([x], [entry.row.mean], color=colour, marker=entry.look.marker, markersize=5, markerfacecolor="white")
         axes.errorbar(x, entry.row.mean, entry.row.spread, color=colour, elinewidth=1.2, capsize=2.5, zorder=4)
     above = axes.get_xaxis_transform()
@@ -266,7 +318,9 @@ def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
     for entry in entries:
         means = _means(entry, facts.measure)
         value = min(means[-1] if means else entry.row.mean, axes.get_ylim()[1])
-        height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, value)))[1]
+        height = 0.5  # of what has no number yet
+        if means or (facts.comparable and not math.isnan(value)):
+            height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, value)))[1]
         heights.append(min(max(float(height), 0.0), 1.0))
     for entry, end, height in zip(entries, heights, _apart(heights, 0.062), strict=True):
         colour, marker = entry.look
@@ -314,7 +368,8 @@ def _apart(wanted: Sequence[float], gap: float) -> list[float]:
 def _log_error(axes: Axes, entries: list[Entry], measure: Measure, facts: Published) -> None:
     """Errors from a fraction of a per cent to chance, or perplexities, on one axis."""
     claimed, shares = measure == facts.measure, measure.endswith("error")
-    printed = [entry.row.mean for entry in entries] if claimed or not shares else [10.0]
+    printed = [entry.row.mean for entry in entries if facts.comparable] if claimed or not shares else []
+    printed = printed or [10.0]
     stored = [value for curve in facts.curves for value in curve.values] if claimed else []
     shown = [value for value in (*_values(entries, measure), *stored) if 0 < value < math.inf] + printed
     axes.set_yscale("log", nonpositive="clip")
@@ -369,10 +424,11 @@ def _key(figure: Figure, entries: list[Entry], facts: Published, *, each: bool =
     if any(len(entry.runs) > 1 for entry in entries):
         seeds = Line2D([], [], color=GREY, alpha=0.5, linewidth=0.9, label="ours, each seed")
         handles.append(seeds if each else Patch(color=GREY, alpha=0.25, linewidth=0, label="ours, range over seeds"))
-    dashes, words = (
-        ((0, (DASH, DASH)), "the authors', mean over seeds") if facts.curves else ("", "paper, mean ± spread")
-    )
-    handles.append(Line2D([], [], color=GREY, linewidth=0.9, ls=dashes, marker="o", mfc="white", label=words))
+    if facts.comparable:
+        dashes, words = (
+            ((0, (DASH, DASH)), "the authors', mean over seeds") if facts.curves else ("", "paper, mean ± spread")
+        )
+        handles.append(Line2D([], [], color=GREY, linewidth=0.9, ls=dashes, marker="o", mfc="white", label=words))
     if diverged:
         handles.append(Line2D([], [], color="black", linewidth=0, marker="x", markeredgewidth=1.6, label="diverged"))
     columns = len(handles) if figure.get_figwidth() > 9 else 3

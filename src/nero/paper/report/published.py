@@ -10,14 +10,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 Measure: TypeAlias = Literal[
     "train_accuracy", "train_error", "train_perplexity", "valid_accuracy", "valid_error", "valid_perplexity",
-    "test_accuracy", "test_error", "test_perplexity",
+    "test_accuracy", "test_error", "test_perplexity", "train_distance", "test_distance", "reward",
 ]  # fmt: skip
 
 
 class Final(NamedTuple):
     """A row of the paper's: a contender at its best rate, in the last epoch, in per cent where it is a share.
 
-    ``task`` is the one whose runs the row is of: Nero's rows of cifar10-granularity are runs of cifar10-ablation.
+    Where the paper prints no number, its mean and spread are not numbers either. ``task`` is the one whose runs the row
+    is of: Nero's rows of cifar10-granularity are runs of cifar10-ablation.
     """
 
     task: str
@@ -64,6 +65,8 @@ class Published:
         headline: the contenders of the rows that tell the claim in short.
         curves: stored runs, if any.
         search: the search for the best rate, if stored.
+        row: what the task is called in Table 1, if it is there.
+        other: what the paper's numbers are of, where that is not what ours are of.
     """
 
     task: str
@@ -77,6 +80,13 @@ class Published:
     headline: tuple[Final, ...]
     curves: tuple[Curve, ...]
     search: tuple[Cell, ...]
+    row: str | None = None
+    other: str = ""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the paper's numbers are of the same thing as ours."""
+        return not self.other
 
     def curves_of(self, optimiser: str) -> list[tuple[float, ...]]:
         """The stored curves of a contender, one a seed."""
@@ -103,7 +113,9 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
         for cell in facts.get("search", ())
     )
     finals = tuple(
-        Final(row.get("task", task), row["optimiser"], row["lr"], row["mean"], row["spread"])
+        Final(
+            row.get("task", task), row["optimiser"], row["lr"], row.get("mean", math.nan), row.get("spread", math.nan)
+        )
         for row in facts.get("finals", ())
     )
     finals = finals or _finals(task, curves)
@@ -119,6 +131,8 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
         headline=tuple(row for name in facts["headline"] for row in finals if row.optimiser == name),
         curves=curves,
         search=search,
+        row=facts.get("row"),
+        other=facts.get("other", ""),
     )
 
 
@@ -127,10 +141,10 @@ def _known(cell: dict[str, Any]) -> list[Measure]:
 
 
 def _value(measure: Measure, value: float | None) -> float:
-    """A share in per cent; a perplexity as it is, null for one without end."""
-    if measure.endswith("perplexity"):
-        return math.inf if value is None else value
-    return 100 * cast(float, value)
+    """A share in per cent; anything else as it is, null for a perplexity without end."""
+    if measure.endswith(("accuracy", "error")):
+        return 100 * cast(float, value)
+    return math.inf if value is None else value
 
 
 def _finals(task: str, curves: tuple[Curve, ...]) -> tuple[Final, ...]:

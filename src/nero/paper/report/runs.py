@@ -29,6 +29,10 @@ NAMES = {
     "nero-mean": "Nero, mean only",
     "nero-norm": "Nero, norm only",
     "nero-both": "Nero, both constraints",
+    "lamb-momentum": "LAMB, momentum 0.9",
+    "sgd-decay": "SGD with weight decay",
+    "nero-tuned": "Nero tuned",
+    "nero-free-gains": "Nero tuned, gains free",
 }
 
 
@@ -39,10 +43,10 @@ def name_of(optimiser: str) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, with its curves: shares in per cent, and perplexities.
+    """A run, with its curves: shares in per cent, perplexities, distances and rewards.
 
-    The accuracies of a run that diverged are those of its answers, as the authors' are; ``lost`` says in which epochs
-    the training loss was not finite.
+    A value that is not a number was not taken in that epoch. The accuracies of a run that diverged are those of its
+    answers, as the authors' are; ``lost`` says in which epochs a loss of its training was not finite.
     """
 
     task: str
@@ -92,9 +96,8 @@ class Runs:
         for run in ours:
             if (measure := known[run.task].measure) not in run.curves:
                 name = f"{run.optimiser} at {run.rate:g} with seed {run.seed}"
-                raise StoreError(
-                    f"the record of {run.task} by {name} has no {measure.partition('_')[0]}_loss: run it again"
-                )
+                wanting = f"{measure.partition('_')[0]}_loss" if measure.endswith("perplexity") else measure
+                raise StoreError(f"the record of {run.task} by {name} has no {wanting}: run it again")
         self._ours = sorted(ours, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in ours if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in ours if run.epochs == known[run.task].epochs), key=_order)
@@ -143,6 +146,8 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
     """Mean and population standard deviation."""
     if math.inf in values:
         return math.inf, math.nan
+    if any(map(math.isnan, values)):
+        return math.nan, math.nan
     return statistics.fmean(values), statistics.pstdev(values)
 
 
@@ -170,7 +175,8 @@ def _read(record: Record) -> Run:
         raise StoreError(f"{what} has {epochs} epochs: run it again")
     curve = _take(record, "curve", dict, what)
     curves: dict[Measure, tuple[float, ...]] = {}
-    for part in ("train", "test", *(["valid"] if "valid_loss" in curve else [])):
+    supervised = "train_accuracy" in curve or not {"reward", "test_distance"} & set(curve)
+    for part in ("train", "test", *(["valid"] if "valid_loss" in curve else [])) if supervised else ():
         shares = _per_cent(curve, f"{part}_accuracy", epochs, what)
         known = {
             "accuracy": shares,
@@ -178,6 +184,11 @@ def _read(record: Record) -> Run:
             "perplexity": tuple(_perplexity(loss) for loss in _losses(curve, f"{part}_loss", epochs, what)),
         }
         curves |= {cast(Measure, f"{part}_{name}"): values for name, values in known.items()}
+    for name in {"reward", "train_distance", "test_distance"} & set(curve):
+        found = (math.nan if value is None else value for value in _losses(curve, name, epochs, what))
+        curves[cast(Measure, name)] = tuple(found)
+    trained = ["train_loss"] if supervised else [name for name in curve if name.endswith("_loss")]
+    losses = [_losses(curve, name, epochs, what) for name in trained]
     return Run(
         task=_take(record, "task", str, what),
         optimiser=_take(record, "optimiser", str, what),
@@ -186,7 +197,7 @@ def _read(record: Record) -> Run:
         epochs=epochs,
         precision=_take(record, "precision", str, what, "float32"),
         curves=curves,
-        lost=tuple(loss is None for loss in _losses(curve, "train_loss", epochs, what)),
+        lost=tuple(None in found for found in zip(*losses, strict=True)) if losses else (False,) * epochs,
         seconds=_take(record, "seconds", float, what) if "seconds" in record else None,
         side_by_side=_take(record, "side_by_side", int, what, 1),
         device=_take(record, "device", str, what, "unknown"),

@@ -10,9 +10,16 @@ SEEDS = (0, 1, 2)
 NOT_RUN = "not run"
 MARK = "†"
 MARKED = f"{MARK} diverged: its loss was no longer finite"
-#: What tables show of a run, in words: of images, and of texts.
+#: What tables show of a run, in words: of classified images, of texts, of made images, and of games.
 SHARES: dict[Measure, str] = {"train_accuracy": "train accuracy", "test_error": "test error"}
 PERPLEXITIES: dict[Measure, str] = {"valid_perplexity": "validation perplexity", "test_perplexity": "test perplexity"}
+DISTANCES: dict[Measure, str] = {
+    "test_distance": "Fréchet distance to test images",
+    "train_distance": "to training images",
+}
+REWARDS: dict[Measure, str] = {"reward": "mean return of the last 100 episodes"}
+#: The columns of the paper's Table 1.
+COLUMNS = ("nero", "sgd", "adam", "lamb")
 
 
 def of_task(task: str, runs: Runs) -> dict[str, str]:
@@ -48,6 +55,20 @@ def index(runs: Runs) -> str:
     return "\n\n".join([table, *notes])
 
 
+def table_1(runs: Runs) -> str:
+    """The paper's Table 1: every contender at the paper's best rate, ours above the paper's."""
+    lines = []
+    for facts in all_published().values():
+        if facts.row is None:
+            continue
+        rows = {row.optimiser: row for row in facts.finals}
+        words = _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else "")
+        lines.append((facts.row, words, "ours", *(_ours(facts, runs, rows[name]) for name in COLUMNS)))
+        theirs = [_with_spread(rows[name].mean, rows[name].spread) for name in COLUMNS]
+        lines.append(("", "" if facts.comparable else facts.other, "paper", *theirs))
+    return _markdown(("task", "measure", "whose", *map(name_of, COLUMNS)), lines, left=3)
+
+
 def seeds(facts: Published, runs: Runs) -> str:
     """The claim: each contender at the paper's best rate (and at our own, if another), every seed, beside the paper."""
     found = {each: runs.at(each) for row in facts.finals for each in (row, *_tuned(row, runs))}
@@ -62,12 +83,13 @@ def seeds(facts: Published, runs: Runs) -> str:
                 *ends,
                 _ours(facts, runs, row),
                 _with_spread(row.mean, row.spread),
-                *_beside(row, [run.final(facts.measure) for run in by_seed.values()]),
+                *(_beside(row, [run.final(facts.measure) for run in by_seed.values()]) if facts.comparable else ()),
                 ", ".join(sorted({run.precision for run in by_seed.values()})) or "-",
             )
         )
-    header = (_who(facts), "rate", *(f"seed {seed}" for seed in numbers), "ours", facts.whose)
-    return _markdown((*header, "difference", "in spreads", "precision"), lines)
+    theirs = (facts.whose, "difference", "in spreads") if facts.comparable else (f"{facts.whose}: {facts.other}",)
+    header = (_who(facts), "rate", *(f"seed {seed}" for seed in numbers), "ours")
+    return _markdown((*header, *theirs, "precision"), lines)
 
 
 def _tuned(row: Final, runs: Runs) -> list[Final]:
@@ -142,7 +164,8 @@ def _who(facts: Published) -> str:
 
 def _measures(facts: Published) -> dict[Measure, str]:
     """What there is to say of a run of the task."""
-    return PERPLEXITIES if facts.measure.endswith("perplexity") else SHARES
+    kinds = (PERPLEXITIES, DISTANCES, REWARDS)
+    return next((kind for kind in kinds if facts.measure in kind), SHARES)
 
 
 def _line(facts: Published, run: Run, bleu: bool) -> tuple[str, ...]:
@@ -193,10 +216,14 @@ def _end(run: Run | None, measure: Measure) -> str:
 
 
 def _number(value: float) -> str:
+    if math.isnan(value):
+        return "-"
     return f"{value:.2f}" if value < 1e5 else f"{value:.3g}"
 
 
 def _with_spread(mean: float, spread: float) -> str:
+    if math.isnan(mean):
+        return "-"
     return f"{_number(mean)} ± {_number(spread)}" if mean < math.inf else "inf"
 
 

@@ -99,6 +99,7 @@ class Display:
             return  # to look into an epoch under way, a GPU would have to be waited for
         self._shown = now
         metric = _last(training) if fresh else f"{_told(training.task, training.so_far())} so far"
+        metric = ", ".join(filter(None, (metric, training.pace())))
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now

@@ -64,6 +64,10 @@ class Training(ABC):
         """Some of the curve's numbers for the epoch under way; waits for the device."""
         return {}
 
+    def pace(self) -> str:
+        """How fast it goes, where a loop has a word for that."""
+        return ""
+
     def verdict(self) -> dict[str, Any]:
         """What there is to say besides the curves, at the end."""
         return {}

@@ -20,7 +20,7 @@ BETA = 0.999  # of every running average of squares
 OPTIONS = {
     "nero": ("fix_mean", "fix_norm", "fixed_scale"),
     "sgd": ("clip", "balanced"),
-    "adam": ("beta1", "balanced"),
+    "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "balanced"),
     "madam": ("balanced",),
 }
@@ -36,8 +36,8 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
             authors' form: a neuron's step is relative to the mean norm of its tensor when the
             optimiser is made. For SGD ``clip``: the gradient of all weights together is shortened to this norm, if
-            it is longer. For Adam and LAMB ``beta1`` (0 by default). For all but Nero ``balanced``: hold the
-            neurons to both constraints, from the first step on.
+            it is longer. For Adam and LAMB ``beta1`` (0 by default), and for Adam ``eps`` (1e-8). For all but
+            Nero ``balanced``: hold the neurons to both constraints, from the first step on.
 
     Raises:
         ValueError: an unknown name or option, or a value that makes no sense.
@@ -136,9 +136,10 @@ def _sgd(model: nn.Module, lr: float | Tensor, clip: float | None = None) -> tor
     return optimiser
 
 
-def _adam(model: nn.Module, lr: float | Tensor, beta1: float = 0.0) -> torch.optim.Optimizer:
+def _adam(model: nn.Module, lr: float | Tensor, beta1: float = 0.0, eps: float = 1e-8) -> torch.optim.Optimizer:
+    check_number("eps", eps, "finite and positive, like 1e-8", lambda x: 0 < x < math.inf)
     # capturable changes nothing in a fused step, but torch lets no other be captured
-    return torch.optim.Adam(model.parameters(), lr=lr, betas=(beta1, BETA), eps=1e-8, fused=True, capturable=True)
+    return torch.optim.Adam(model.parameters(), lr=lr, betas=(beta1, BETA), eps=eps, fused=True, capturable=True)
 
 
 def _lamb(model: nn.Module, lr: float | Tensor, beta1: float = 0.0) -> torch.optim.Optimizer:

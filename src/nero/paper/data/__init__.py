@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Protocol, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nero.paper.data import formats, sources
+from nero.paper.data.arcade import pong
 from nero.paper.data.corpus import Corpus, wikitext2
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, checked, read
@@ -130,7 +131,7 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
     """A data set, from the user's folder; what is not there is downloaded into it.
 
     Args:
-        name: "mnist", "cifar10", "wikitext2" or "multi30k".
+        name: "mnist", "cifar10", "wikitext2" or "multi30k", or a game, "pong".
         folder: where the files are, or are to be; None: $NERO_DATA, else ``~/.cache/nero``.
         progress: told, as a file downloads, its name, how many bytes have come, and of how many
             (0 where the server does not say).
@@ -141,7 +142,8 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
     if name not in LOADERS:
         raise DataError(f"there is no data set {name!r}: choose one of {', '.join(LOADERS)}")
     try:
-        return LOADERS[name](Folder(name, folder, progress))
+        found: Dataset = LOADERS[name](Folder(name, folder, progress))
+        return found
     except OSError as error:
         raise DataError(
             f"the data cannot be read: {error}; give yourself the right to, or name another folder"
@@ -199,11 +201,13 @@ def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
     return contents
 
 
-LOADERS: dict[str, Callable[[Folder], Dataset]] = {
+#: Of games there are no examples, and the loop that plays them asks for none.
+LOADERS: dict[str, Callable[[Folder], Any]] = {
     "mnist": _mnist,
     "cifar10": _cifar10,
     "wikitext2": wikitext2,
     "multi30k": multi30k,
+    "pong": pong,
 }
 
 

@@ -8,6 +8,7 @@ from nero.paper.tasks import (
     cifar10_vgg11,
     mnist_deep,
     mnist_reparameterised,
+    pong,
     translation,
     wikitext2,
 )
@@ -23,6 +24,7 @@ TASKS: dict[str, Task] = {
         cifar10_granularity.task,
         wikitext2.task,
         translation.task,
+        pong.task,
     )
 }
 

@@ -17,8 +17,8 @@ from nero.paper.training import Training, on_cpu, products_in
 
 #: Runs before a graph is captured: libraries choose their kernels, and Nero's are compiled.
 WARM_UP = 3
-#: Steps of the episode that is shown in the end; a policy may play one for ever.
-LONGEST = 4000
+#: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
+LONGEST, PICTURES = 10_000, 2000
 
 
 class Agent(Training):
@@ -78,12 +78,12 @@ class Agent(Training):
             if 0 < turn <= self.ppo.steps:
                 self._receive()
             if turn < self.ppo.steps:
-                self._do("choose", self._choose, [self._clock])
+                self._do("choose", self._choose, lambda: [self._clock])
                 self.arcade.send(self._chosen())
             else:
                 if turn == self.ppo.steps:
-                    self._do("judge", self._judge, [])
-                self._do("learn", self._learn, self._learned())
+                    self._do("judge", self._judge, list)
+                self._do("learn", self._learn, self._learned)
             self.step += 1
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
@@ -107,9 +107,14 @@ class Agent(Training):
 
         rate = self.played / self.seconds
         with self._on_stream(), products_in(self.settings.precision):
-            pictures, total = self.game.show(choose, self.settings.seed, LONGEST)
+            pictures, total, length = self.game.show(choose, self.settings.seed, LONGEST, PICTURES)
         self.files[".gif"] = gif(pictures)
-        return {"environment_steps": self.played, "steps_per_second": round(rate), "shown_return": total}
+        return {
+            "environment_steps": self.played,
+            "steps_per_second": round(rate),
+            "shown_return": total,
+            "shown_length": length,
+        }
 
     def state(self) -> dict[str, Any]:
         with self._on_stream():
@@ -256,16 +261,17 @@ class Agent(Training):
         tensors = [value for value in kept if isinstance(value, Tensor)]
         return [*self.model.state_dict().values(), *tensors, self.totals, self._update]
 
-    def _do(self, name: str, work: Callable[[], None], changes: list[Tensor]) -> None:
+    def _do(self, name: str, work: Callable[[], None], changes: Callable[[], list[Tensor]]) -> None:
         """Do some work, on a GPU as a graph of it. What changes while that is made ready is put back."""
         if self._stream is None:
             work()
             return
         if name not in self._graphs:
-            before = [tensor.clone() for tensor in changes]
+            changing = changes()
+            before = [tensor.clone() for tensor in changing]
             for _ in range(WARM_UP):
                 work()
-                for tensor, value in zip(changes, before, strict=True):
+                for tensor, value in zip(changing, before, strict=True):
                     tensor.copy_(value)
             self._graphs[name] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graphs[name], pool=self._pool, stream=self._stream):

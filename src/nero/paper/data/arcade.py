@@ -66,15 +66,17 @@ class Game:
         """So many games at their start, or where their state says."""
         return Arcade(self.emulator(games, False), games, seed, state)
 
-    def show(self, choose: Callable[[Tensor], int], seed: int, longest: int) -> tuple[list[Tensor], float]:
+    def show(
+        self, choose: Callable[[Tensor], int], seed: int, longest: int, most: int
+    ) -> tuple[list[Tensor], float, int]:
         """Play an episode, of so many steps at most.
 
         Returns:
-            the pictures in colour, as bytes (height, width, 3), and the episode's return.
+            the first pictures in colour, so many at most, as bytes (height, width, 3); the episode's return and length.
         """
         seen, shown = (Arcade(self.emulator(1, colour), 1, seed) for colour in (False, True))
         pictures, total = [shown.frames[0, 0]], 0.0
-        for _ in range(longest):
+        for step in range(longest):
             action = torch.tensor([choose(seen.frames)])
             for arcade in (seen, shown):
                 arcade.send(action)
@@ -82,9 +84,10 @@ class Game:
             rewards, ends = seen.receive()
             total += rewards[0].item()
             if ends[0]:
-                break
-            pictures.append(shown.frames[0, 0])
-        return pictures, total
+                return pictures, total, step + 1
+            if len(pictures) < most:
+                pictures.append(shown.frames[0, 0])
+        return pictures, total, longest
 
 
 class Arcade:

@@ -51,8 +51,10 @@ class Echo:
         self.shown[game] = self.random[game].randrange(ACTIONS)
 
     def frames(self):
-        shape = (1, SIDE, SIDE, 3) if self.colour else (4, SIDE, SIDE)
-        return np.stack([np.full(shape, 100 * action, np.uint8) for action in self.shown])
+        found = np.zeros((len(self.shown), 4, SIDE, SIDE), np.uint8)
+        for frames, action in zip(found, self.shown, strict=True):
+            frames[:, :, action * SIDE // ACTIONS :][:, :, : SIDE // ACTIONS] = 255
+        return np.repeat(found[:, :1, :, :, None], 3, axis=4) if self.colour else found
 
     def reset(self, *, seed, options):
         for game, number in zip(np.flatnonzero(options["reset_mask"]), seed, strict=True):
@@ -76,6 +78,11 @@ class Echo:
             over[game] = not self.left[game]
             self.shown[game] = self.random[game].randrange(ACTIONS)
         return self.frames(), rewards, over, np.zeros_like(over), {}
+
+
+def shown_in(frames):
+    """The action that a game shows, by which of the frame's stripes is bright."""
+    return frames[..., 0, 0, :].int().argmax(-1) * ACTIONS // SIDE
 
 
 ECHO = Game("pong", Echo)
@@ -192,7 +199,7 @@ def test_an_episode_that_ends_is_noted_and_another_begins():
     games = Arcade(emulator, 3, seed=1)
     totals, found = [0.0] * 3, []
     for step in range(40):
-        shown = games.frames[:, 0, 0, 0] // 100
+        shown = shown_in(games.frames)
         left = list(emulator.left)
         games.send((shown + (step % 2)) % ACTIONS)  # right in every other step
         rewards, ends = games.receive()
@@ -212,13 +219,13 @@ def test_an_episode_that_ends_is_noted_and_another_begins():
 def test_outcomes_lie_beside_what_led_to_them():
     """Of each step the reward and the end, before and after an episode's."""
     training = played(TINY, TINY.settings("nero"), ECHO, until=SMALL.steps + 1)
-    shown = training._round["frames"][:, :, 0, 0, 0] // 100
+    shown = shown_in(training._round["frames"])
     rewards, ends = training._round["outcomes"][1:].unbind(1)
     assert torch.equal(rewards, (training._round["actions"] == shown).float())
     twin = Echo(SMALL.games)
     games = Arcade(twin, SMALL.games, seed=0)
     for step in range(SMALL.steps):
-        assert torch.equal(games.frames[:, 0, 0, 0] // 100, shown[step])
+        assert torch.equal(shown_in(games.frames), shown[step])
         games.send(training._round["actions"][step])
         assert torch.equal(games.receive()[1], ends[step] == 1)
     assert ends.sum() >= 2
@@ -461,19 +468,15 @@ def test_nero_runs_pong_and_goes_on(pong, tmp_path, monkeypatch):
     monkeypatch.setattr(looping, "LONGEST", 40)
     monkeypatch.setattr("nero.paper.progress.QUIET", 0.0)
     monkeypatch.setattr("nero.paper.progress.GLANCE", 0.0)
-
-    def command(out):
-        told = StringIO()
-        monkeypatch.setattr(cli, "console", Console(file=told, width=200, markup=False, highlight=False))
-        monkeypatch.setattr(sys, "argv", f"nero run pong --epochs 2 --device cpu --out {out}".split())
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        assert not end.value.code, end.value.code
-        return told.getvalue()
-
+    told = StringIO()
+    monkeypatch.setattr(cli, "console", Console(file=told, width=200, markup=False, highlight=False))
+    arguments = f"nero run pong --epochs 2 --device cpu --out {tmp_path / 'whole'}"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code, end.value.code
+    assert "steps a second" in told.getvalue()
     settings = SHORT.settings("nero", epochs=2)
-    told = command(tmp_path / "whole")
-    assert "steps a second" in told
     whole = Store(tmp_path / "whole").record(SHORT, settings)
     assert whole["environment_steps"] == 240
     assert whole["steps_per_second"] > 0
@@ -483,10 +486,8 @@ def test_nero_runs_pong_and_goes_on(pong, tmp_path, monkeypatch):
         assert shown.n_frames > 5
     store = Store(tmp_path / "broken")
     store.save(played(SHORT, settings, pong, until=80))
-    assert "goes on from epoch 1, step 16" in command(tmp_path / "broken")
-    resumed = store.record(SHORT, settings)
-    assert resumed["curve"] == whole["curve"]
-    assert resumed["shown_return"] == whole["shown_return"]
+    resumed = played(SHORT, settings, pong, store.begin(SHORT, settings, pong.device))
+    assert store.finish(resumed)["curve"] == whole["curve"]
 
 
 @pytest.mark.gpu

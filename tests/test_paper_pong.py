@@ -497,7 +497,7 @@ def test_captured_rounds_are_the_rounds(contender, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "flags", lambda **asked: flags(**{**asked, "benchmark": False}))
     settings, data = TINY.settings(contender, epochs=1), ECHO.to("cuda")
     captured = played(TINY, settings, data)
-    assert set(captured._graphs) == {"choose", "judge", "learn"}
+    assert set(captured._graphs) == {"choose", "note", "judge", "learn"}
     monkeypatch.setattr(Agent, "_do", lambda _, __, work, ___: work())
     plain = played(TINY, settings, data)
     for name, values in plain.curve.items():

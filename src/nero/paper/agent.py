@@ -26,12 +26,12 @@ class Agent(Training):
 
     A round is some steps in all games and some updates; each of these is a step of :meth:`advance`, which leaves as
     soon as the games have their actions, or the GPU its work. So runs that take turns play while others
-    learn. Within a run, nothing is begun before what it depends on: a GPU takes up what the games show, chooses, and
-    notes both while they go on.
+    learn. Within a run, a GPU notes what was seen and done while the games go on, and nothing else runs beside them:
+    what they show next depends on the choice, and that on the last update.
 
     All randomness of a round (which actions, which minibatches) is drawn at its start from a generator seeded by
-    the run's seed and the round. On a GPU, choosing, judging and learning are a CUDA graph each, on a stream of the
-    run's own, and count for themselves where they are in the round.
+    the run's seed and the round. On a GPU, choosing, noting, judging and learning are a CUDA graph each, on a
+    stream of the run's own, and count for themselves where they are in the round.
 
     Args:
         task: what to train on what.
@@ -72,13 +72,13 @@ class Agent(Training):
     def advance(self) -> None:
         """Make one step in all games, or one update; the last of an epoch waits for the device."""
         turn = self.step % self._turns
-        with self._on_stream(), products_in(self.settings.precision):
+        with self._on_stream():
             if turn == 0:
                 self._begin_round()
             if 0 < turn <= self.ppo.steps:
                 self._receive()
             if turn < self.ppo.steps:
-                self._do("choose", self._choose, lambda: [self._clock])
+                self._do("choose", self._choose, list)
                 self.arcade.send(self._chosen())
             else:
                 if turn == self.ppo.steps:
@@ -160,7 +160,8 @@ class Agent(Training):
         actions = self.model.get_parameter("actor.bias").numel()
         self._frames = zeros(*frames.shape, dtype=torch.uint8)
         self._outcome = zeros(2, games)  # rewards, and whether the episode was over
-        self._choice = zeros(games, dtype=torch.int64)
+        self._choice, self._values = zeros(games, dtype=torch.int64), zeros(games)
+        self._likelihoods = zeros(games)
         # what was seen and done in a round; outcomes are kept beside what was seen after them
         self._round = {
             "frames": zeros(steps, *frames.shape, dtype=torch.uint8),
@@ -197,7 +198,7 @@ class Agent(Training):
         self._take(self.arcade.frames, torch.stack([rewards, ends.float()]))
 
     def _take(self, frames: Tensor, outcome: Tensor) -> None:
-        """Bring what the games showed to the device. Whoever posted before has waited for an answer since."""
+        """Bring what the games showed to the device, where the last post has arrived: a choice was made by it."""
         if self._stream is not None:
             frames = self._posts["frames"].copy_(frames)
             outcome = self._posts["outcome"].copy_(outcome)
@@ -205,25 +206,34 @@ class Agent(Training):
         self._outcome.copy_(outcome, non_blocking=True)
 
     def _chosen(self) -> Tensor:
-        """The actions, on the host, which waits for them."""
+        """The actions, on the host, which waits for them; what led to them is noted behind its back."""
         if self._stream is None:
+            self._note()
             return self._choice.clone()
         choice = self._posts["choice"].copy_(self._choice, non_blocking=True)
-        self._stream.synchronize()
+        there = self._stream.record_event()
+        self._do("note", self._note, lambda: [self._clock])
+        there.synchronize()
         return choice
 
     @torch.no_grad()
     def _choose(self) -> None:
-        """Note what is seen, and choose actions."""
+        """Choose actions by what is seen."""
         logits, values = self.model(self._frames)
         every = torch.log_softmax(logits, 1)
         self._choice.copy_((every + self._noise.index_select(0, self._clock)[0]).argmax(1))
+        self._likelihoods.copy_(every.gather(1, self._choice[:, None]).squeeze(1))
+        self._values.copy_(values)
+
+    @torch.no_grad()
+    def _note(self) -> None:
+        """Keep what was seen, and what was made of it."""
         found = {
             "frames": self._frames,
             "outcomes": self._outcome,
             "actions": self._choice,
-            "likelihoods": every.gather(1, self._choice[:, None]).squeeze(1),
-            "values": values,
+            "likelihoods": self._likelihoods,
+            "values": self._values,
         }
         for name, value in found.items():
             self._round[name].index_copy_(0, self._clock, value[None])
@@ -263,20 +273,24 @@ class Agent(Training):
 
     def _do(self, name: str, work: Callable[[], None], changes: Callable[[], list[Tensor]]) -> None:
         """Do some work, on a GPU as a graph of it. What changes while that is made ready is put back."""
-        if self._stream is None:
-            work()
-            return
         if name not in self._graphs:
-            changing = changes()
-            before = [tensor.clone() for tensor in changing]
-            for _ in range(WARM_UP):
-                work()
-                for tensor, value in zip(changing, before, strict=True):
-                    tensor.copy_(value)
-            self._graphs[name] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graphs[name], pool=self._pool, stream=self._stream):
-                work()
+            with products_in(self.settings.precision):
+                if self._stream is None:
+                    work()
+                    return
+                self._graphs[name] = self._capture(work, changes())
         self._graphs[name].replay()
+
+    def _capture(self, work: Callable[[], None], changing: list[Tensor]) -> torch.cuda.CUDAGraph:
+        before = [tensor.clone() for tensor in changing]
+        for _ in range(WARM_UP):
+            work()
+            for tensor, value in zip(changing, before, strict=True):
+                tensor.copy_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            work()
+        return graph
 
     def _end_epoch(self) -> None:
         *parts, updates = self.totals.tolist()

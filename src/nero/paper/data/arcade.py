@@ -144,15 +144,13 @@ class Arcade:
         for game, reward in enumerate(rewards.tolist()):
             self._returns[game] += reward
             self._lengths[game] += 1
-        if ended := ends.nonzero().flatten().tolist():
+        if ended := [game for game, end in enumerate(ends.tolist()) if end]:
             for game in ended:
                 self.recent.append((self._returns[game], self._lengths[game]))
                 self._returns[game], self._lengths[game] = 0.0, 0
                 self._episodes[game] += 1
                 self._actions[game].clear()
-            fresh = [self._episodes[game] % SEEDED == 0 for game in ended]
-            seeds = [self._seed_of(game) if new else -1 for game, new in zip(ended, fresh, strict=True)]
-            self._begin(ended, seeds)
+            self._begin(ended, [-1 if self._episodes[game] % SEEDED else self._seed_of(game) for game in ended])
         return torch.from_numpy(rewards).float(), ends
 
     def state(self) -> dict[str, Any]:

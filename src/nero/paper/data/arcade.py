@@ -232,6 +232,7 @@ def _serve(orders: "queue.SimpleQueue[Callable[[], Any] | None]", answers: "queu
 def pong(_: Folder) -> Game:
     """Pong, whose cartridge comes with ale-py."""
     try:
+        import PIL  # noqa: F401 - for the film in the end, which is too late to miss it
         from ale_py.vector_env import AtariVectorEnv
     except ModuleNotFoundError as error:
         raise DataError(f"Pong needs {error.name}: pip install 'nero-optim[paper]'") from error

@@ -1,5 +1,6 @@
 """The loop of the task that is a game: play, judge what was done, and learn from it, in rounds."""
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -296,7 +297,7 @@ class Agent(Training):
         *parts, updates = self.totals.tolist()
         found = dict(zip(("policy_loss", "value_loss", "entropy"), [part / updates for part in parts], strict=True))
         for name, value in {**self._recent(), **found}.items():
-            self.curve[name].append(value if value is not None and abs(value) < float("inf") else None)
+            self.curve[name].append(value if value is not None and math.isfinite(value) else None)
         self.totals.zero_()
         self.epoch, self.step = self.epoch + 1, 0
 

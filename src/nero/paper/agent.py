@@ -248,7 +248,7 @@ class Agent(Training):
         rewards, ends = self._round["outcomes"][1:].unbind(1)
         found = advantages(self.ppo, rewards, ends, self._round["values"])
         self._round["returns"].copy_(found + self._round["values"][:-1])
-        self._round["advantages"].copy_(normalised(found) if self.ppo.normalised == "round" else found)
+        self._round["advantages"].copy_(normalised(found))
 
     def _learn(self) -> None:
         """Update the weights by the next minibatch."""

@@ -1,7 +1,6 @@
 """Proximal policy optimisation: its numbers, its advantages and its objective, on plain tensors."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ class PPO:
         trace: λ of the advantages' average.
         entropy, value: what these count for in the objective.
         longest_gradient: the norm that the gradient of all weights is shortened to.
-        normalised: among which steps advantages are brought to mean 0 and deviation 1.
         rounds: of an epoch.
     """
 
@@ -37,7 +35,6 @@ class PPO:
     entropy: float = 0.01
     value: float = 0.5
     longest_gradient: float = 0.5
-    normalised: Literal["minibatch", "round"] = "minibatch"
     rounds: int = 80
 
     def __post_init__(self) -> None:
@@ -64,7 +61,7 @@ class Batch:
         likelihoods: their logarithms under the policy that chose them.
         values: as they were judged.
         returns: what they brought.
-        advantages: by how much the actions were better than judged, not yet normalised, or within the round.
+        advantages: by how much the actions were better than judged, normalised within the round.
     """
 
     actions: Tensor
@@ -107,8 +104,8 @@ def objective(ppo: PPO, logits: Tensor, values: Tensor, batch: Batch) -> tuple[T
     every = torch.log_softmax(logits, 1)
     likelihoods = every.gather(1, batch.actions[:, None]).squeeze(1)
     ratios = (likelihoods - batch.likelihoods).exp()
-    worth = normalised(batch.advantages) if ppo.normalised == "minibatch" else batch.advantages
-    policy = -torch.minimum(worth * ratios, worth * ratios.clamp(1 - ppo.clip, 1 + ppo.clip)).mean()
+    clipped = ratios.clamp(1 - ppo.clip, 1 + ppo.clip)
+    policy = -torch.minimum(batch.advantages * ratios, batch.advantages * clipped).mean()
     near = batch.values + (values - batch.values).clamp(-ppo.clip, ppo.clip)
     value = 0.5 * torch.maximum((values - batch.returns).square(), (near - batch.returns).square()).mean()
     entropy = -(every.exp() * every).sum(1).mean()

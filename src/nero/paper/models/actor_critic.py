@@ -12,14 +12,13 @@ class ActorCritic(nn.Module):
 
     Args:
         actions: how many there are to choose from.
-        last: channels of the third convolution.
         width: of every hidden layer, relative to the paper's.
         side: of the square frames.
     """
 
-    def __init__(self, actions: int = 6, *, last: int = 64, width: float = 1.0, side: int = 84) -> None:
+    def __init__(self, actions: int = 6, *, width: float = 1.0, side: int = 84) -> None:
         super().__init__()
-        channels = [int(layer * width) for layer in (32, 64, last)]
+        channels = [int(layer * width) for layer in (32, 64, 32)]
         hidden = int(512 * width)
         left = (((side - 8) // 4 + 1 - 4) // 2 + 1) - 2
         self.body = nn.Sequential(

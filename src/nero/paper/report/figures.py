@@ -195,11 +195,11 @@ def _distances(facts: Published, runs: Runs) -> Figure:
 
 
 def _rewards(facts: Published, runs: Runs) -> Figure:
-    figure, (axes,) = _canvas(8.4, 4.6)
+    figure, (axes,) = _canvas(9, 4.6)
     entries = [_entry(row, runs) for row in facts.finals]
     for place, entry in enumerate(entries):
         _curve(axes, entry, "reward", place, len(entries), each=True)
-    axes.set_ylim(-22, 22)
+    axes.set_ylim(-22, 25)
     axes.set_yticks([-21, -10, 0, 10, 21])
     _say_if_empty(axes, entries)
     _gutter(axes, entries, facts)
@@ -317,10 +317,11 @@ def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
     heights = []
     for entry in entries:
         means = _means(entry, facts.measure)
-        value = min(means[-1] if means else entry.row.mean, axes.get_ylim()[1])
-        height = 0.5  # of what has no number yet
-        if means or (facts.comparable and not math.isnan(value)):
-            height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, value)))[1]
+        value = means[-1] if means else entry.row.mean if facts.comparable else math.nan
+        height = 0.5  # of what has no number
+        if not math.isnan(value):
+            top = min(value, axes.get_ylim()[1])
+            height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, top)))[1]
         heights.append(min(max(float(height), 0.0), 1.0))
     for entry, end, height in zip(entries, heights, _apart(heights, 0.062), strict=True):
         colour, marker = entry.look

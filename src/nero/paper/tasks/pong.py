@@ -2,8 +2,9 @@
 
 8 games are played for 128 steps at a time, which are then learned from in 4 passes of 4 minibatches, for 5 million
 steps in all; the learning rate falls linearly to zero, and its start is tuned over {0.0001, 0.001, 0.01, 0.1, 1}. Every
-optimiser's gradient is shortened to a norm of 0.5. What the paper does not say is as in the code that it says it
-followed (Kostrikov's): the third convolution's 32 channels, and advantages normalised within a round. LAMB learns only with momentum, which the paper found and shows.
+optimiser's gradient is shortened to a norm of 0.5. What the paper does not say is as in the code that it followed
+(Kostrikov's): 32 channels of the third convolution, advantages normalised within a round. LAMB learns only with
+momentum, which the paper found and shows.
 """
 
 from functools import partial

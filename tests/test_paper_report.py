@@ -26,8 +26,7 @@ FULL = {task: facts.epochs for task, facts in all_published().items()}
 
 
 def record(task: str, optimiser: str, lr: float, seed: int, end: float, **changes: Any) -> dict[str, Any]:
-    """A run whose test accuracy climbs to an end, with the train accuracy two points ahead; or whose perplexity or
-    distance falls, or reward climbs to it."""
+    """A run whose test accuracy climbs to an end; or whose perplexity or distance falls, or reward climbs to it."""
     epochs = changes.pop("epochs", FULL.get(task, 3))
     shares = [(epoch + 1) / epochs for epoch in range(epochs)]
     if task == "pong":

@@ -60,6 +60,7 @@ class Task:
         smoothing: how much of each label is shared out among all, to train on.
         summed: train on the sum of a batch's losses, and not on their mean.
         verdict: what else there is to say of a trained network, from it and its data.
+        several: whether several processes may train one network together, each on its share of every batch.
         loop: what trains, a :class:`nero.paper.training.Training` made with task, settings, data and a checkpoint's
             state or None; without, the one of all supervised tasks.
     """
@@ -81,6 +82,7 @@ class Task:
     smoothing: float = 0.0
     summed: bool = False
     verdict: Callable[[nn.Module, Any], dict[str, float]] | None = None
+    several: bool = False
     loop: Callable[["Task", "Settings", Any, dict[str, Any] | None], Any] | None = None
 
     def settings(
@@ -113,12 +115,17 @@ class Task:
         """A name for a run's files: what the paper ran is short, what departs from it is said."""
         name = f"{settings.optimiser}-lr{settings.lr}-seed{settings.seed}"
         name += f"-epochs{settings.epochs}" if settings.epochs != self.epochs else ""
+        name += f"-{settings.data}" if settings.data is not None else ""
         return name + (f"-{settings.precision}" if settings.precision != "float32" else "")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a run's result depends on, but for the machine."""
+    """All that a run's result depends on, but for the machine.
+
+    Attributes:
+        data: the name of the stand-in, where a run is not on the task's own data set.
+    """
 
     task: str
     optimiser: str
@@ -126,6 +133,7 @@ class Settings:
     seed: int
     epochs: int
     precision: Precision
+    data: str | None = None
 
 
 def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
@@ -171,5 +179,17 @@ def rise_and_fall(top: int, end: int) -> Schedule:
     def schedule(step: int, steps_an_epoch: int) -> float:
         epoch = 1 + step // steps_an_epoch
         return epoch / top if epoch <= top else (end - epoch) / (end - top)
+
+    return schedule
+
+
+def warm_up_then_cosine(warm_up: int, end: int) -> Schedule:
+    """A rate that rises linearly, step by step, over the first epochs, and falls to zero at the end as a cosine."""
+
+    def schedule(step: int, steps_an_epoch: int) -> float:
+        rising = warm_up * steps_an_epoch
+        if step < rising:
+            return (step + 1) / rising
+        return (1 + math.cos(math.pi * (step - rising) / (end * steps_an_epoch - rising))) / 2
 
     return schedule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero.paper.baselines.batched import check_number
+from nero.paper.baselines.batched import check_beta, check_number
 from nero.paper.baselines.lamb import Lamb
 from nero.paper.baselines.madam import Madam
 
@@ -18,8 +18,8 @@ BETA = 0.999  # of every running average of squares
 
 #: The optimisers' names, each with its options.
 OPTIONS = {
-    "nero": ("fix_mean", "fix_norm", "fixed_scale"),
-    "sgd": ("clip", "balanced"),
+    "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty"),
+    "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "balanced"),
     "madam": ("balanced",),
@@ -35,9 +35,11 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         lr: a number, or a tensor of one element on the model's device.
         options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
             authors' form: a neuron's step is relative to the mean norm of its tensor when the
-            optimiser is made. For SGD ``clip``: the gradient of all weights together is shortened to this norm, if
-            it is longer. For Adam and LAMB ``beta1`` (0 by default), and for Adam ``eps`` (1e-8). For all but
-            Nero ``balanced``: hold the neurons to both constraints, from the first step on.
+            optimiser is made; ``scale``, what the steps of gains and biases are relative to (σ_b), and
+            ``gain_penalty``, which pulls gains to one. For SGD ``momentum`` and ``weight_decay`` (of all parameters),
+            and ``clip``: the gradient of all weights together is shortened to this norm, if it is longer. For Adam and
+            LAMB ``beta1`` (0 by default), and for Adam ``eps`` (1e-8). For all but Nero ``balanced``: hold the neurons
+            to both constraints, from the first step on.
 
     Raises:
         ValueError: an unknown name or option, or a value that makes no sense.
@@ -99,10 +101,20 @@ def prime(optimiser: torch.optim.Optimizer) -> None:
 
 
 def _nero(
-    model: nn.Module, lr: float | Tensor, *, fix_mean: bool = True, fix_norm: bool = True, fixed_scale: bool = False
+    model: nn.Module,
+    lr: float | Tensor,
+    *,
+    fix_mean: bool = True,
+    fix_norm: bool = True,
+    fixed_scale: bool = False,
+    scale: float | None = None,
+    gain_penalty: float = 0.0,
 ) -> nero.Nero:
     groups = _at_fixed_scale(model, fix_mean, fix_norm) if fixed_scale else nero.param_groups(model)
-    return nero.Nero(groups, lr=lr, beta=BETA, fix_mean=fix_mean, fix_norm=fix_norm)
+    for group in groups:
+        if scale is not None and group["role"] != "neuron":
+            group["scale"] = scale
+    return nero.Nero(groups, lr=lr, beta=BETA, fix_mean=fix_mean, fix_norm=fix_norm, gain_penalty=gain_penalty)
 
 
 @torch.no_grad()
@@ -124,8 +136,16 @@ def _at_fixed_scale(model: nn.Module, fix_mean: bool, fix_norm: bool) -> list[di
     return groups
 
 
-def _sgd(model: nn.Module, lr: float | Tensor, clip: float | None = None) -> torch.optim.Optimizer:
-    optimiser = torch.optim.SGD(model.parameters(), lr=lr, fused=True)
+def _sgd(
+    model: nn.Module,
+    lr: float | Tensor,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+) -> torch.optim.Optimizer:
+    check_beta("momentum", momentum)
+    check_number("weight_decay", weight_decay, "finite and not negative, like 1e-4", lambda x: 0 <= x < math.inf)
+    optimiser = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
     if clip is not None:
         check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
 

@@ -1,39 +1,92 @@
-"""ResNet-18 for 32 x 32 images: a 3 x 3 stem, affine batch norm."""
+"""Residual networks with affine batch norm: ResNet-18 for 32 x 32 images, and ResNet-50 for those of ImageNet."""
+
+from collections.abc import Callable, Sequence
 
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Convolutions and a way around them.
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    Args:
+        body: the convolutions, each with its batch norm.
+        inputs: channels that come in.
+        outputs: channels that go out.
+        stride: of the body, and so of the way around it.
+    """
+
+    def __init__(self, body: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
+        self.body, self.outputs = body, outputs
         self.around: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.around = nn.Sequential(*_convolution(inputs, outputs, 1, stride))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return F.relu(self.body(inputs) + self.around(inputs), inplace=True)
 
 
+def plain(inputs: int, channels: int, stride: int) -> Block:
+    """Two convolutions of 3 x 3."""
+    first = _convolution(inputs, channels, 3, stride)
+    body = nn.Sequential(*first, nn.ReLU(inplace=True), *_convolution(channels, channels, 3))
+    return Block(body, inputs, channels, stride)
+
+
+def bottleneck(inputs: int, channels: int, stride: int) -> Block:
+    """A convolution of 3 x 3 between two of 1 x 1, the last of which has four times the channels."""
+    body = nn.Sequential(
+        *_convolution(inputs, channels, 1),
+        nn.ReLU(inplace=True),
+        *_convolution(channels, channels, 3, stride),
+        nn.ReLU(inplace=True),
+        *_convolution(channels, 4 * channels, 1),
+    )
+    return Block(body, inputs, 4 * channels, stride)
+
+
 def resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Sequential:
     """Four stages of two blocks, 64 to 512 channels (times the width), then one linear layer with bias."""
-    stages = [int(channels * width) for channels in (64, 128, 256, 512)]
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, stages[0], 3, padding=1, bias=False),
-        nn.BatchNorm2d(stages[0]),
-        nn.ReLU(inplace=True),
-    ]
-    before = stages[0]
-    for stage, channels in enumerate(stages):
-        layers += [Block(before, channels, 1 if stage == 0 else 2), Block(channels, channels, 1)]
-        before = channels
+    stem = int(64 * width)
+    layers: list[nn.Module] = [*_convolution(3, stem, 3), nn.ReLU(inplace=True)]
+    return _network(layers, stem, plain, (2, 2, 2, 2), classes, width)
+
+
+def resnet50(classes: int = 1000, *, width: float = 1.0) -> nn.Sequential:
+    """torchvision's: a stem that quarters the image, 3 + 4 + 6 + 3 bottlenecks, convolutions Kaiming normal by fan-out.
+
+    Args:
+        classes: how many outputs.
+        width: of every layer, relative to the paper's.
+    """
+    stem = int(64 * width)
+    layers = [*_convolution(3, stem, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
+    model = _network(layers, stem, bottleneck, (3, 4, 6, 3), classes, width)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def _network(
+    layers: list[nn.Module],
+    before: int,
+    make: Callable[[int, int, int], Block],
+    blocks: Sequence[int],
+    classes: int,
+    width: float,
+) -> nn.Sequential:
+    """Stages of so many blocks behind a stem; each but the first halves the image and doubles the channels."""
+    for stage, count in enumerate(blocks):
+        for place in range(count):
+            block = make(before, int(64 * 2**stage * width), 2 if stage and not place else 1)
+            layers.append(block)
+            before = block.outputs
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+
+
+def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
+    """One that keeps the image's size, or halves it, and its batch norm."""
+    convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
+    return [convolution, nn.BatchNorm2d(outputs)]

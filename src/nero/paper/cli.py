@@ -2,7 +2,8 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +13,16 @@ try:
     from rich.progress import Progress
 
     from nero.paper import report as drawing
-    from nero.paper.progress import Display, duration
+    from nero.paper.progress import Display, Silence, duration
 except ModuleNotFoundError as error:
     sys.exit(f"the command `nero` needs {error.name}: pip install 'nero-optim[paper]'")
 
 import torch
 
-from nero.paper.data import DataError, Dataset, load
+from nero.paper import peers
+from nero.paper.data import DataError, Dataset, Photos, load
 from nero.paper.protocol import Precision, SettingError, Settings, Task
-from nero.paper.record import Store, StoreError, read_records
+from nero.paper.record import Onlooker, Store, StoreError, read_records
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
 
@@ -134,18 +136,30 @@ def _workplace(
     if precision == "tf32" and place.type != "cuda":
         raise SettingError("tf32 is a mode of NVIDIA's GPUs: take --precision float32, or --device cuda")
     at_a_time = side_by_side or (task.side_by_side if place.type == "cuda" else 1)
-    store = Store(out)
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    # weights and two numbers of state a weight at most, of four bytes; the file, and the one it replaces
-    store.check(task, 2 * 3 * 4 * parameters * at_a_time + 2**26)
-    found = _load(task.dataset, data).to(place)
-    with Display(console, out, place) as display:
-        try:
-            yield lambda runs: train(task, runs, found, store, display, at_a_time)
-        except KeyboardInterrupt:
-            console.print("stopped: the same command goes on from what was kept")
-            raise SystemExit(130) from None
+    with peers.joined(place):
+        if peers.count() > 1 and not task.several:
+            raise SettingError(f"{task.name} is trained by one process: start it without torchrun")
+        first = peers.rank() == 0
+        console.quiet = not first
+        store = Store(out) if first else Onlooker(out)
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in task.model().parameters())
+        # weights and two numbers of state a weight at most, of four bytes; the file, and the one it replaces
+        store.check(task, 2 * 3 * 4 * parameters * at_a_time + 2**26)
+        found = _load(task.dataset, data).to(place)
+        stand_in = None
+        if isinstance(found, Photos):
+            found = found.measured(task.batch)
+            console.print(found.told)
+            stand_in = found.name if found.name != task.dataset else None
+        with Display(console, out, place) if first else nullcontext(Silence()) as watch:
+            try:
+                yield lambda runs: train(
+                    task, [replace(each, data=stand_in) for each in runs], found, store, watch, at_a_time
+                )
+            except KeyboardInterrupt:
+                console.print("stopped: the same command goes on from what was kept")
+                raise SystemExit(130) from None
 
 
 def _load(name: str, folder: Path | None) -> Dataset:
@@ -166,7 +180,7 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(name)
+        device = peers.gpu() if name == "cuda" else torch.device(name)
     except RuntimeError as error:
         raise SettingError(f"there is no device {name!r}: take cpu, cuda or auto") from error
     if device.type not in ("cpu", "cuda"):

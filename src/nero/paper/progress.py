@@ -94,6 +94,8 @@ class Display:
         now = time.monotonic()
         fresh = training.known > self._written[training.settings]
         if fresh:
+            if not self._written[training.settings] and (remark := training.remark()):
+                self.console.print(f"{training.task.name_of(training.settings)}: {remark}")
             self._write_epochs(training)
         elif training.device.type != "cpu" or now - self._shown < GLANCE:
             return  # to look into an epoch under way, a GPU would have to be waited for
@@ -146,6 +148,15 @@ class Display:
     def _without_tensorboard(self, settings: Settings, error: OSError) -> None:
         self._writers.pop(settings, None)
         self.console.print(f"TensorBoard's file cannot be written ({error.strerror}): going on without it")
+
+
+class Silence:
+    """Shows and writes nothing: for all but the first of the processes that train one network together."""
+
+    def plan(self, *_: object) -> None:
+        """Nothing."""
+
+    begun = stepped = ended = stopping = plan
 
 
 def duration(seconds: float) -> str:

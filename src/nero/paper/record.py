@@ -114,10 +114,10 @@ class Store:
             write_whole(self.path(training.task, training.settings, suffix), partial(_write, content))
             del training.files[suffix]
 
-    def finish(self, training: Training) -> dict[str, Any]:
-        """Keep the record of a finished run, and let its checkpoint go."""
+    def told(self, training: Training) -> dict[str, Any]:
+        """The record of a finished run."""
         commits = self._commits.get(training.settings, [self.commit])
-        record = {
+        return {
             **asdict(training.settings),
             "batch": training.task.batch,
             "options": _options(training.task, training.settings),
@@ -131,6 +131,10 @@ class Store:
             "seconds": round(training.seconds, 1),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+
+    def finish(self, training: Training) -> dict[str, Any]:
+        """Keep the record of a finished run, and let its checkpoint go."""
+        record = self.told(training)
         self.keep(training)  # its verdict may have made some
         line = json.dumps(record, allow_nan=False) + "\n"
         write_whole(self.path(training.task, training.settings, ".json"), partial(_write, line.encode()))
@@ -138,6 +142,24 @@ class Store:
         for left in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*.part")):
             left.unlink(missing_ok=True)
         return record
+
+
+class Onlooker(Store):
+    """The same folder, for all but the first of the processes that train one network together: nothing is written."""
+
+    def check(self, task: Task, bytes_needed: int) -> None:
+        """Nothing is needed."""
+
+    def save(self, training: Training) -> None:
+        """The first does."""
+
+    def keep(self, training: Training) -> None:
+        """The first does."""
+        training.files.clear()
+
+    def finish(self, training: Training) -> dict[str, Any]:
+        """The record, which the first keeps."""
+        return self.told(training)
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:

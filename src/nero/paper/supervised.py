@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nero.paper import baselines
+from nero.paper import baselines, peers
 from nero.paper.data import Dataset
 from nero.paper.models.dropout import Dropout
-from nero.paper.protocol import Settings, Task
+from nero.paper.protocol import SettingError, Settings, Task
 from nero.paper.training import Training, on_cpu, products_in
 
 #: Steps before a graph is captured: libraries choose their kernels, and Nero's are compiled.
@@ -27,6 +27,8 @@ class Supervised(Training):
     All randomness of an epoch (order, augmentation, dropout) comes from a generator seeded by the run's seed and the
     epoch, so where a run stands is a few numbers. On a GPU the data is there already, and a step is a CUDA graph
     on a stream of the run's own: runs that take turns at :meth:`advance` keep the GPU busy side by side.
+    Several processes (:mod:`nero.paper.peers`) make every step together, each on its share of the batch, with the same
+    gradient and so the same weights; batch norm sees the share alone, and its averages are the first process's.
 
     Args:
         task: what to train on what.
@@ -37,12 +39,16 @@ class Supervised(Training):
 
     def __init__(self, task: Task, settings: Settings, data: Dataset, state: dict[str, Any] | None = None) -> None:
         super().__init__(task, settings, data.device, math.ceil(data.examples / task.batch))
+        if (last := data.examples % task.batch or task.batch) < peers.count():
+            raise SettingError(
+                f"the last batch has {last} examples for {peers.count()} processes: start {last} or fewer"
+            )
         self.data = data
         self._parts = ("train", *data.parts)
         self.curve = {f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")}
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[torch.Size, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[tuple[torch.Size, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None  # for all graphs: they never run at a time
         self._batches: Sequence[tuple[Tensor, Tensor]] = ()
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
@@ -67,6 +73,12 @@ class Supervised(Training):
         if self.step == self._lag or self.finished:
             self._read()
 
+    def remark(self) -> str:
+        if (rate := getattr(self.data, "rate", None)) is None:
+            return ""
+        trained = self.epoch * self.data.examples / self.seconds / peers.count()
+        return f"trains on {trained:,.0f} images a second, start included, and {rate:,.0f} can be made ready"
+
     def verdict(self) -> dict[str, Any]:
         if self.task.verdict is None:
             return {}
@@ -84,6 +96,7 @@ class Supervised(Training):
         with self._on_stream():
             return {
                 **super().state(),
+                "processes": peers.count(),
                 "totals": on_cpu(self.totals),
                 "generator": self.generator.get_state(),
                 "model": on_cpu(dict(self.model.state_dict())),
@@ -94,7 +107,9 @@ class Supervised(Training):
         contender = self.task.contenders[self.settings.optimiser]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
-            model = (contender.model or self.task.model)()  # on the CPU: the same weights for every device
+            model = (contender.model or self.task.model)(
+                **self.data.sizes
+            )  # on the CPU: the same weights for every device
         # convolutions on a GPU's tensor cores want channels last; nothing else has four axes
         self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.generator = torch.Generator(self.device)
@@ -107,6 +122,11 @@ class Supervised(Training):
         self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)
 
     def go_on_from(self, state: dict[str, Any]) -> None:
+        if (before := state.get("processes", 1)) != peers.count():
+            raise SettingError(
+                f"{self.task.name_of(self.settings)} was begun by {before} processes, and now there are "
+                f"{peers.count()}: start {before} again, or delete its checkpoint to begin anew"
+            )
         super().go_on_from(state)
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
@@ -127,9 +147,12 @@ class Supervised(Training):
         if self._stream is None:
             self._update(inputs, labels)
             return
-        if inputs.shape not in self._graphs:
-            self._graphs[inputs.shape] = self._capture(inputs.clone(), labels.clone())
-        graph, held_inputs, held_labels = self._graphs[inputs.shape]
+        # a capture makes steps of its own, so that all processes must make theirs at a time: at the first step, and at
+        # the last one of an epoch, where shares may be smaller, of some or of all
+        key = inputs.shape, peers.count() > 1 and self.step + 1 == self.steps_an_epoch
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(inputs.clone(), labels.clone())
+        graph, held_inputs, held_labels = self._graphs[key]
         held_inputs.copy_(inputs)
         held_labels.copy_(labels)
         graph.replay()
@@ -140,10 +163,13 @@ class Supervised(Training):
             logits = self.model(inputs)
             loss = self._objective(logits, labels)
             loss.backward()  # type: ignore[no-untyped-call]
-            self.optimiser.step()
-        with torch.no_grad():
             plain = not (self.task.smoothing or self.task.summed)
-            self.totals += _totals(logits, labels, loss if plain else None)
+            totals = _totals(logits.detach(), labels, loss.detach() if plain else None)
+            if peers.count() > 1:
+                gradients = (parameter.grad for parameter in self.model.parameters())
+                totals = peers.average([gradient for gradient in gradients if gradient is not None], totals)
+            self.optimiser.step()
+            self.totals += totals
 
     def _objective(self, logits: Tensor, labels: Tensor) -> Tensor:
         reduction = "sum" if self.task.summed else "mean"
@@ -162,13 +188,16 @@ class Supervised(Training):
         self.generator.set_state(random)
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # with peers, a thread of torch's looks after their messages meanwhile, and may
+        mode = "thread_local" if peers.count() > 1 else "global"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             self._update(inputs, labels)
         return graph, inputs, labels
 
     def _end_epoch(self) -> None:
         self._batches = ()
-        totals = torch.stack([self.totals, *map(self._look, self.data.parts)])
+        peers.take_firsts(list(self.model.buffers()))
+        totals = torch.stack([self.totals, *(peers.add_up(self._look(part)) for part in self.data.parts)])
         self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
         self._pending.copy_(totals, non_blocking=True)
         if self._stream is not None:

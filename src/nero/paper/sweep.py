@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
+from nero.paper import peers
 from nero.paper.data import Dataset
 from nero.paper.protocol import Precision, Settings, Task, best_rate
 from nero.paper.record import Store
@@ -73,9 +74,10 @@ def train(
                 store.keep(training)
                 if training.finished:
                     done[training.settings] = store.finish(training)
+                    peers.wait()  # until the record is there for all to see
                     active.remove(training)
                     watch.ended(training)
-                if interrupted():  # between two steps, where what is kept is whole
+                if interrupted() and peers.rank() == 0:  # between two steps, where what is kept is whole
                     watch.stopping(len(active))
                     _save(active, store)
                     raise KeyboardInterrupt

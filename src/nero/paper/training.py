@@ -68,6 +68,10 @@ class Training(ABC):
         """How fast it goes, where a loop has a word for that."""
         return ""
 
+    def remark(self) -> str:
+        """What there is to say of it, for people, when the first epoch's numbers have come in; mostly nothing."""
+        return ""
+
     def verdict(self) -> dict[str, Any]:
         """What there is to say besides the curves, at the end."""
         return {}

@@ -1,8 +1,8 @@
 """The data sets of the paper's experiments: found or downloaded, checked, and whole in memory.
 
 :func:`load` gives a :class:`Dataset`: of images (MNIST, CIFAR-10), kept as bytes, which
-:func:`nero.paper.data.augment.crop_flip_rotate` moves about, or of words (WikiText-2,
-Multi30k).
+:func:`nero.paper.data.augment.crop_flip_rotate` moves about, of words (WikiText-2,
+Multi30k), or of photographs in folders of classes (ImageNet and its stand-ins), which may not fit into memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,10 @@ from nero.paper.data.corpus import Corpus, wikitext2
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, checked, read
 from nero.paper.data.pairs import Pairs, multi30k
+from nero.paper.data.photos import Photos, photos
 from nero.paper.data.sources import FILES
 
-__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Images", "Pairs", "Pictures", "load"]
+__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Images", "Pairs", "Photos", "Pictures", "load"]
 
 #: New pixels from pixels, and a generator of random numbers.
 Moving: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
@@ -48,6 +49,10 @@ class Dataset(Protocol):
     @property
     def device(self) -> torch.device:
         """Where it lies."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What a network has to be told of it, by the names of its maker's arguments: nothing, if made for it."""
 
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
@@ -98,6 +103,10 @@ class Pictures:
         return ("test",)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+    @property
     def examples(self) -> int:
         return len(self.train.labels)
 
@@ -131,7 +140,8 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
     """A data set, from the user's folder; what is not there is downloaded into it.
 
     Args:
-        name: "mnist", "cifar10", "wikitext2" or "multi30k", or a game, "pong".
+        name: "mnist", "cifar10", "wikitext2" or "multi30k"; "imagenet", which stands for any folder of classes; or a
+            game, "pong".
         folder: where the files are, or are to be; None: $NERO_DATA, else ``~/.cache/nero``.
         progress: told, as a file downloads, its name, how many bytes have come, and of how many
             (0 where the server does not say).
@@ -208,6 +218,7 @@ LOADERS: dict[str, Callable[[Folder], Any]] = {
     "wikitext2": wikitext2,
     "multi30k": multi30k,
     "pong": pong,
+    "imagenet": photos,
 }
 
 

@@ -45,6 +45,10 @@ class Texts(Generic[T]):
         return ("valid", "test")
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+    @property
     def examples(self) -> int:
         return len(self.train.words)
 

@@ -6,6 +6,7 @@ from nero.paper.tasks import (
     cifar10_granularity,
     cifar10_resnet18,
     cifar10_vgg11,
+    imagenet,
     mnist_deep,
     mnist_reparameterised,
     pong,
@@ -25,6 +26,7 @@ TASKS: dict[str, Task] = {
         wikitext2.task,
         translation.task,
         pong.task,
+        imagenet.task,
     )
 }
 

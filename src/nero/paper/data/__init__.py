@@ -20,7 +20,7 @@ from nero.paper.data.corpus import Corpus, wikitext2
 from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, checked, read
 from nero.paper.data.pairs import Pairs, multi30k
-from nero.paper.data.photos import Photos, photos
+from nero.paper.data.photos import Photos, imagenet
 from nero.paper.data.sources import FILES
 
 __all__ = ["FILES", "Corpus", "DataError", "Dataset", "Images", "Pairs", "Photos", "Pictures", "load"]
@@ -218,7 +218,7 @@ LOADERS: dict[str, Callable[[Folder], Any]] = {
     "wikitext2": wikitext2,
     "multi30k": multi30k,
     "pong": pong,
-    "imagenet": photos,
+    "imagenet": imagenet,
 }
 
 

@@ -304,7 +304,7 @@ class Streamed(Photos):
         return Ahead(-(-len(labels) // batch), begin, end)
 
 
-def photos(folder: Folder) -> Photos:
+def imagenet(folder: Folder) -> Photos:
     """The photographs of a folder of classes."""
     return kept_or_read(find(folder.path), Readers(readers.default_count(peers.on_this_machine())))
 

@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 
 import nero
-from nero.paper import baselines, cli, peers, supervised
+from nero.paper import baselines, cli, peers
 from nero.paper.data import DataError, classes, crops, load, photos, readers
 from nero.paper.data.classes import find
 from nero.paper.data.photos import Held, Streamed, kept_or_read
@@ -238,7 +238,7 @@ def test_processes_read_and_say_what_is_wrong(tmp_path: Path, monkeypatch: pytes
     assert torch.equal(alone.test[0], together.test[0])
     streamed = read(folder, monkeypatch, 2).measured(4)
     assert streamed.rate > 0
-    assert "read as they are needed by 2; " in streamed.told
+    assert "read as they are needed by 2 processes; " in streamed.told
     assert "made ready" in streamed.told
     monkeypatch.setattr(photos, "PIECE", 3)
     batches = (data.epoch(5, torch.Generator(), None) for data in (read(folder, monkeypatch), streamed))
@@ -579,7 +579,7 @@ def test_the_command_says_what_the_data_sustains(tmp_path: Path, monkeypatch: py
         cli.main()
     assert end.value.code == 0
     said = " ".join(told.getvalue().split())
-    assert "in squares of 56, decoded by 1 in" in said
+    assert "in squares of 56, decoded by one process in" in said
     assert re.search(r"trains on [\d,]+ images a second, start included, and [\d,]+ can be made ready", said)
 
 
@@ -593,7 +593,7 @@ def test_captured_steps_are_the_steps(tmp_path: Path, monkeypatch, contender: st
     data = (kept(folder) if which == "kept" else read(folder, monkeypatch)).to("cuda")
     task = replace(SMALL, batch=8)
     runs = []
-    for learn in (Supervised._learn, supervised.Supervised._update):
+    for learn in (Supervised._learn, Supervised._update):
         monkeypatch.setattr(Supervised, "_learn", learn)
         runs.append(Supervised(task, task.settings(contender, epochs=2), data))
         while not runs[-1].finished:

@@ -49,11 +49,9 @@ def joined(place: torch.device) -> Iterator[None]:
         torch.cuda.set_device(place)
     on_gpu = place.type == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=place if on_gpu else None)
-    try:
-        yield
-        wait()  # none leaves while another is still at it
-    finally:
-        dist.destroy_process_group()
+    yield
+    wait()  # none leaves while another is still at it; but if this one fails, it waits for nobody
+    dist.destroy_process_group()
 
 
 def wait() -> None:

@@ -34,7 +34,7 @@ SHORT = 256
 #: The bytes of decoded images that are kept in memory at most.
 ROOM = 8 * 2**30
 #: How many images are looked at together, and how many a reader takes at a time.
-LOOK, PIECE = 500, 16
+LOOK, PIECE = 500, 32
 #: How many batches are under way before they are asked for.
 AHEAD = 4
 #: How many batches are made ready to see how fast that is.
@@ -196,7 +196,7 @@ class Held(Photos):
 
     @property
     def kept(self) -> str:
-        return f"decoded by {self.readers.count or 1} in {self.seconds:.1f} s and kept on {self.device}"
+        return f"decoded by {_processes(self.readers)} in {self.seconds:.1f} s and kept on {self.device}"
 
     def to(self, device: torch.device | str) -> Self:
         train, test = ((pixels.to(device), labels.to(device)) for pixels, labels in (self.train, self.test))
@@ -251,7 +251,7 @@ class Streamed(Photos):
 
     @property
     def kept(self) -> str:
-        return f"read as they are needed by {self.readers.count or 1}"
+        return f"read as they are needed by {_processes(self.readers)}"
 
     def to(self, device: torch.device | str) -> Self:
         return replace(self, place=torch.device(device))
@@ -289,9 +289,9 @@ class Streamed(Photos):
 
         def end(number: int, found: list[bytearray]) -> Batch:
             targets = torch.tensor(labels[peers.share(number * batch, (number + 1) * batch)])
-            pixels = torch.empty(len(targets), self.crop, self.crop, 3, dtype=torch.uint8)
-            if self.device.type == "cuda":
-                pixels, targets = pixels.pin_memory(), targets.pin_memory()
+            on_gpu = self.device.type == "cuda"
+            pixels = torch.empty(len(targets), self.crop, self.crop, 3, dtype=torch.uint8, pin_memory=on_gpu)
+            targets = targets.pin_memory() if on_gpu else targets
             at = 0
             for content in found:
                 piece = torch.frombuffer(content, dtype=torch.uint8).view(-1, *pixels.shape[1:])
@@ -332,11 +332,15 @@ def kept_or_read(found: Classes, who: Readers) -> Photos:
 
 def _decoded(listing: Listing, height: int, width: int, who: Readers) -> Batch:
     pixels = torch.empty(len(listing.files), height, width, 3, dtype=torch.uint8)
-    starts = range(0, len(listing.files), LOOK)
-    pieces = ((listing.files[start : start + LOOK], height, width) for start in starts)
+    starts = range(0, len(listing.files), PIECE)
+    pieces = ((listing.files[start : start + PIECE], height, width) for start in starts)
     for start, content in zip(starts, who.each(readers.whole, pieces), strict=True):
-        pixels[start : start + LOOK] = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, 3)
+        pixels[start : start + PIECE] = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, 3)
     return pixels, torch.tensor(listing.labels)
+
+
+def _processes(who: Readers) -> str:
+    return f"{who.count} processes" if who.count > 1 else "one process"
 
 
 @cache  # a copy to the device waits for it: once is enough

@@ -547,9 +547,13 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path, monkeypatch: p
         Supervised(SMALL, SMALL.settings("nero"), data, state)
     with pytest.raises(SettingError, match="the last batch has 2 examples for 3 processes: start 2 or fewer"):
         Supervised(replace(SMALL, batch=5), SMALL.settings("nero"), data)
-    workplace = cli._workplace(TASKS["mnist-deep"], None, "cpu", tmp_path, "float32", 1)
-    with pytest.raises(SettingError, match="mnist-deep is trained by one process: start it without torchrun"):
-        workplace.__enter__()
+    for task, beside, says in (
+        (TASKS["mnist-deep"], 1, "mnist-deep is trained by one process: start it without torchrun"),
+        (SMALL, 2, "several processes make one run at a time: start them without --side-by-side"),
+    ):
+        workplace = cli._workplace(task, tmp_path, "cpu", tmp_path, "float32", beside)
+        with pytest.raises(SettingError, match=says):
+            workplace.__enter__()
 
 
 def test_onlookers_write_nothing(tmp_path: Path):

@@ -139,6 +139,8 @@ def _workplace(
     with peers.joined(place):
         if peers.count() > 1 and not task.several:
             raise SettingError(f"{task.name} is trained by one process: start it without torchrun")
+        if peers.count() > 1 and at_a_time > 1:  # whose messages might cross
+            raise SettingError("several processes make one run at a time: start them without --side-by-side")
         first = peers.rank() == 0
         console.quiet = not first
         store = Store(out) if first else Onlooker(out)

@@ -34,7 +34,7 @@ class Contender:
     optimiser: str
     best: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    model: Callable[[], nn.Module] | None = None
+    model: Callable[..., nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Task:
         shows: the figure or table of the paper.
         title: the claim, in a line.
         dataset: the name of the data set.
-        model: makes the network, on the CPU, from torch's generator.
+        model: makes the network, on the CPU, from torch's generator; told what the data's ``sizes`` say, if anything.
         contenders: by name.
         grid: the learning rates searched.
         epochs, batch: how long, and how many examples a step.
@@ -69,7 +69,7 @@ class Task:
     shows: str
     title: str
     dataset: str
-    model: Callable[[], nn.Module]
+    model: Callable[..., nn.Module]
     contenders: Mapping[str, Contender]
     grid: tuple[float, ...]
     epochs: int

@@ -107,9 +107,8 @@ class Supervised(Training):
         contender = self.task.contenders[self.settings.optimiser]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.settings.seed)
-            model = (contender.model or self.task.model)(
-                **self.data.sizes
-            )  # on the CPU: the same weights for every device
+            make = contender.model or self.task.model
+            model = make(**self.data.sizes)  # on the CPU: the same weights for every device
         # convolutions on a GPU's tensor cores want channels last; nothing else has four axes
         self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.generator = torch.Generator(self.device)

@@ -174,9 +174,8 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
             "mnist": partial(mlp, 2),
             "cifar10": partial(vgg11, width=1 / 32),
             "wikitext2": partial(language_model, 7, width=8, hidden=8),
-            "multi30k": task.model,
         }
-        model = models[task.dataset]
+        model = models.get(task.dataset, task.model)
         contenders = {key: replace(each, model=None) for key, each in task.contenders.items()}
         monkeypatch.setitem(suite.TASKS, name, replace(task, model=model, contenders=contenders, batch=8))
     monkeypatch.setattr(suite, "load", lambda name, _: made(name, examples=160))

@@ -296,6 +296,31 @@ def test_the_authors_translations_are_the_papers():
     assert [line[6] for line in rows(tables.of_task("translation", Runs(made))["runs"])] == ["35.12", "-"]
 
 
+def test_games_are_told_by_their_return_beside_the_papers():
+    played = [record("pong", "nero", 0.01, seed, 20.0 + seed) for seed in range(3)]
+    first = rows(tables.of_task("pong", Runs(played))["seeds"])[0]
+    assert first[2:8] == ["20.00", "21.00", "22.00", "21.00 ± 0.82", "20.62 ± 0.05", "+0.38"]
+    gone = diverged(record("pong", "lamb", 0.001, 0, -20.0))
+    lamb = rows(tables.of_task("pong", Runs([gone]))["seeds"])[3]
+    assert lamb[2] == "-†"
+    assert rows(tables.of_task("pong", Runs([]))["seeds"])[4][-5:] == ["not run", "-", "-", "-", "-"]
+
+
+def test_what_is_of_another_thing_than_the_papers_is_not_compared():
+    made = [record("imagenet", "nero-tuned", 0.02, 0, 0.6, data="tiny-imagenet")]
+    found = tables.of_task("imagenet", Runs(made))
+    header = found["seeds"].splitlines()[0]
+    assert "difference" not in header
+    assert "paper: ImageNet, not its stand-in" in header
+    (line,) = rows(found["runs"])
+    assert line[-4:] == ["tiny-imagenet", "93", "4", "NVIDIA H200"]
+    both = Runs([*made, record("imagenet", "nero-tuned", 0.02, 0, 0.7)])
+    assert rows(tables.of_task("imagenet", both)["seeds"])[1][2] == "30.00"  # the task's own data count
+    words = tables.table_1(Runs([]))
+    assert "Atari Pong, PPO" in words
+    assert "imagenet" not in words.lower()
+
+
 def test_no_spread_is_not_divided_by():
     found = rows(tables.of_task("mnist-deep", Runs([record("mnist-deep", "adam", 0.001, 0, 0.1)]))["seeds"])
     assert found[2][-3:] == ["+0.76", "spread is 0", "float32"]

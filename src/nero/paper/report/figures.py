@@ -314,20 +314,22 @@ def _gutter(axes: Axes, entries: list[Entry], facts: Published) -> None:
 
 def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
     """A name to the right of each curve's end, clear of the others."""
-    heights = []
+    heights, known = [], []
     for entry in entries:
         means = _means(entry, facts.measure)
         value = means[-1] if means else entry.row.mean if facts.comparable else math.nan
-        height = 0.5  # of what has no number
-        if not math.isnan(value):
+        known.append(not math.isnan(value))
+        height = 0.5
+        if known[-1]:
             top = min(value, axes.get_ylim()[1])
             height = axes.transAxes.inverted().transform(axes.transData.transform((facts.epochs, top)))[1]
         heights.append(min(max(float(height), 0.0), 1.0))
-    for entry, end, height in zip(entries, heights, _apart(heights, 0.062), strict=True):
+    for entry, end, height, pointed in zip(entries, heights, _apart(heights, 0.062), known, strict=True):
         colour, marker = entry.look
         filled = colour if entry.runs else "white"
         where: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": colour}
-        axes.plot([1.0, 1.03], [end, height], linewidth=0.8, **where)
+        if pointed:
+            axes.plot([1.0, 1.03], [end, height], linewidth=0.8, **where)
         axes.plot([1.03], [height], marker=marker, markersize=6, markerfacecolor=filled, **where)
         weight = "bold" if entry.bold and entry.runs else "normal"
         axes.text(1.055, height, _words(entry, facts), va="center", fontsize=9.5, fontweight=weight, **where)

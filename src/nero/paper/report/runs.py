@@ -62,6 +62,7 @@ class Run:
     device: str
     finished: str
     bleu: float | None = None
+    data: str | None = None  # the stand-in, where there was one
 
     def final(self, measure: Measure) -> float:
         """The last epoch's value."""
@@ -157,9 +158,9 @@ def _order(run: Run) -> tuple[Any, ...]:
     return run.task, place, run.optimiser, run.rate, run.seed, run.precision, run.finished
 
 
-def _worth(run: Run) -> tuple[bool, str, str]:
-    """Float32 counts before all others, and of repeated runs the latest."""
-    return run.precision == "float32", run.precision, run.finished
+def _worth(run: Run) -> tuple[bool, bool, str, str]:
+    """The task's own data count before a stand-in, float32 before all others, and of repeated runs the latest."""
+    return run.data is None, run.precision == "float32", run.precision, run.finished
 
 
 #: What JSON calls the kinds of values that a record has.
@@ -203,6 +204,7 @@ def _read(record: Record) -> Run:
         device=_take(record, "device", str, what, "unknown"),
         finished=_take(record, "finished", str, what, ""),
         bleu=_take(record, "test_bleu", float, what) if "test_bleu" in record else None,
+        data=_take(record, "data", str, what) if record.get("data") is not None else None,
     )
 
 

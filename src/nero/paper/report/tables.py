@@ -149,10 +149,14 @@ def precision(facts: Published, runs: Runs) -> str:
 def every_run(facts: Published, runs: Runs) -> str:
     """All full runs, at whatever rate, and a note of what is left out."""
     found = runs.of(facts.task)
-    bleu = any(run.bleu is not None for run in found)
-    ends = [*_measures(facts).values(), *(["test BLEU"] if bleu else [])]
-    header = (_who(facts), "rate", "seed", "precision", *ends, "seconds", "side by side", "device")
-    table = _markdown(header, (_line(facts, run, bleu) for run in found)) if found else NOT_RUN
+    more: dict[str, Callable[[Run], str]] = {}
+    if any(run.bleu is not None for run in found):
+        more["test BLEU"] = lambda run: "-" if run.bleu is None else f"{run.bleu:.2f}"
+    if any(run.data is not None for run in found):
+        more["data"] = lambda run: run.data or facts.task
+    header = (_who(facts), "rate", "seed", "precision", *_measures(facts).values(), *more)
+    lines = [(*_line(facts, run), *(tell(run) for tell in more.values()), *_made(run)) for run in found]
+    table = _markdown((*header, "seconds", "side by side", "device"), lines) if found else NOT_RUN
     short = runs.short(facts.task)
     return table + (f"\n\nLeft out for having fewer than {facts.epochs} epochs: {_records(short)}." if short else "")
 
@@ -168,18 +172,15 @@ def _measures(facts: Published) -> dict[Measure, str]:
     return next((kind for kind in kinds if facts.measure in kind), SHARES)
 
 
-def _line(facts: Published, run: Run, bleu: bool) -> tuple[str, ...]:
-    return (
-        name_of(run.optimiser),
-        f"{run.rate:g}",
-        str(run.seed),
-        run.precision,
-        *(_end(run, measure) for measure in _measures(facts)),
-        *(["-" if run.bleu is None else f"{run.bleu:.2f}"] if bleu else []),
-        "-" if run.seconds is None else f"{run.seconds:.0f}",
-        str(run.side_by_side),
-        run.device,
-    )
+def _line(facts: Published, run: Run) -> tuple[str, ...]:
+    """Which run, and how it ended."""
+    ends = (_end(run, measure) for measure in _measures(facts))
+    return (name_of(run.optimiser), f"{run.rate:g}", str(run.seed), run.precision, *ends)
+
+
+def _made(run: Run) -> tuple[str, ...]:
+    """How a run was made."""
+    return ("-" if run.seconds is None else f"{run.seconds:.0f}", str(run.side_by_side), run.device)
 
 
 def _ours(facts: Published, runs: Runs, row: Final) -> str:

@@ -52,6 +52,22 @@ def crop_flip_rotate(
     return moved
 
 
+def flip(pixels: Tensor, generator: torch.Generator) -> Tensor:
+    """Mirror every other image, at random.
+
+    Args:
+        pixels: uint8 (N, C, H, W); left as it is.
+        generator: of random numbers, on the pixels' device.
+
+    Example:
+        >>> pixels = torch.arange(2, dtype=torch.uint8).expand(4, 3, 2, 2)
+        >>> flip(pixels, torch.Generator().manual_seed(0))[:, 0, 0].tolist()
+        [[0, 1], [1, 0], [1, 0], [0, 1]]
+    """
+    mirrored = torch.randint(2, (len(pixels), 1, 1, 1), generator=generator, device=pixels.device).bool()
+    return torch.where(mirrored, pixels.flip(3), pixels)
+
+
 def _draw(count: int, generator: torch.Generator, padding: int, degrees: float, device: torch.device) -> _Draws:
     shifts = torch.randint(-padding, padding + 1, (count, 2), generator=generator, device=device)
     flips = torch.randint(2, (count,), generator=generator, device=device).bool()

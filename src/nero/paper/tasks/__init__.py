@@ -2,6 +2,7 @@
 
 from nero.paper.protocol import SettingError, Task
 from nero.paper.tasks import (
+    cgan,
     cifar10_ablation,
     cifar10_granularity,
     cifar10_resnet18,
@@ -26,6 +27,7 @@ TASKS: dict[str, Task] = {
         wikitext2.task,
         translation.task,
         pong.task,
+        cgan.task,
         imagenet.task,
     )
 }

@@ -1,0 +1,75 @@
+"""Whether the distances that judge generated images are what they should be, on the real CIFAR-10.
+
+The training images' distance to themselves is nothing, to the test images small, and to images that are spoilt
+in one way or another larger: flipped upside down, blurred, noisy, of one class only, and nothing but noise. Writes
+benchmarks/results/distances.json.
+"""
+
+import argparse
+import json
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from timing import machine
+from torch import Tensor
+
+from nero.paper.data import Pictures, load
+from nero.paper.judges import LOOK, judges
+from nero.paper.record import commit
+
+ROOT = Path(__file__).parents[1]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
+    parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON goes")
+    parser.add_argument("--images", type=int, default=10_000, help="of each set (10000, as the task has them)")
+    arguments = parser.parse_args(argv)
+    device = torch.device(arguments.device)
+    data = load("cifar10", arguments.data)
+    assert isinstance(data, Pictures)
+    count = arguments.images
+    train, test = (part.pixels[:count].to(device) for part in (data.train, data.test))
+    found: dict[str, dict[str, float]] = {}
+    for judge in judges(device):
+        real = judge.gaussian(torch.split(train, LOOK))
+        rows = found.setdefault(judge.name, {})
+        sets = {"train, to itself": train, "test": test, **spoilt(test, data.test.labels[:count])}
+        for name, pixels in sets.items():
+            rows[name] = float(f"{real.distance(judge.gaussian(torch.split(pixels, LOOK))):.6g}")
+            print(f"{judge.name}: {name} {rows[name]:.6g}", flush=True)
+    record = {
+        "date": date.today().isoformat(),
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "images": count,
+        "from the training images to": found,
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "distances.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return 0
+
+
+def spoilt(pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Images made worse, in several ways."""
+    generator = torch.Generator(pixels.device).manual_seed(0)
+    noise = torch.randint(256, pixels.shape, dtype=torch.uint8, generator=generator, device=pixels.device)
+    blurred = F.interpolate(F.avg_pool2d(pixels.float(), 2), scale_factor=2, mode="bilinear")
+    return {
+        "test, a tenth of it noise": (0.9 * pixels + 0.1 * noise).byte(),
+        "test, upside down": pixels.flip(2),
+        "test, blurred": blurred.round().byte(),
+        "test, one class of it": pixels[labels.to(pixels.device) == 0],
+        "noise": noise,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,34 @@
+"""A class-conditional GAN on CIFAR-10, like BigGAN: spectral norm, self-attention, conditional batch norm.
+
+Batches of 256, flipped at random, one step of the discriminator to one of the generator at the same learning rate, by
+the hinge loss. 120 epochs, the rate divided by 10 after 100 of them and its start tuned over {0.0001, 0.001, 0.01,
+0.1, 1}. No optimiser has momentum but Adam's for the discriminator, for which the authors ran β₁ = 0.9.
+"""
+
+from nero.paper.adversarial import Adversarial
+from nero.paper.data.augment import flip
+from nero.paper.models.biggan import Pair
+from nero.paper.protocol import Contender, Task, drop
+
+task = Task(
+    name="cgan",
+    shows="Table 1, Figure 4",
+    title="Nero trains a GAN that makes better images than the others' do",
+    dataset="cifar10",
+    model=Pair,
+    contenders={
+        "nero": Contender("nero", best=0.01),
+        "sgd": Contender("sgd", best=0.01),
+        "adam": Contender("adam", best=0.0001, options={"discriminator": {"beta1": 0.9}}),
+        "lamb": Contender("lamb", best=0.01),
+    },
+    grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
+    epochs=120,
+    batch=256,
+    schedule=drop(0.1, at=(100,)),
+    metric="test_distance",
+    augment=flip,
+    loop=Adversarial,
+    seconds=(None, None),
+    side_by_side=2,
+)

@@ -4,6 +4,7 @@ From the paper of Brock, Donahue and Simonyan (2019, Appendix B), as far as it g
 only, attention is where it is there: at half the size of the image.
 """
 
+from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -170,4 +171,4 @@ def _then_smaller(convolution: nn.Conv2d, images: Tensor) -> Tensor:
 def _summed(kernel: Tensor) -> Tensor:
     """Of three by three, the four by four that sums what the kernel says at every two by two places."""
     moved = [F.pad(kernel, (left, 1 - left, top, 1 - top)) for left in (0, 1) for top in (0, 1)]
-    return torch.stack(moved).sum(0)
+    return reduce(torch.add, moved)

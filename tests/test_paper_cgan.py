@@ -419,6 +419,21 @@ def test_on_a_cpu_nothing_is_captured():
     assert seen[0].tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("contender", TINY.contenders)
+def test_what_a_warm_up_changes_can_be_put_back(contender):
+    """So that a graph is captured where the run stands."""
+    training = steps(begin(contender), 1)
+    before, random, tensors = training.state(), training.random.get_state(), training._changing()
+    kept = [each.clone() for each in tensors]
+    training._update(*training._batches[1])
+    assert not same(training.state()["optimisers"], before["optimisers"]) or contender == "sgd"
+    for each, value in zip(tensors, kept, strict=True):
+        each.copy_(value)
+    training.random.set_state(random)
+    after = training.state()
+    assert same({k: after[k] for k in after if k not in OF_TIME}, {k: before[k] for k in before if k not in OF_TIME})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("contender", TINY.contenders)
 def test_captured_steps_are_the_steps(contender, monkeypatch):

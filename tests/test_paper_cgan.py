@@ -174,7 +174,7 @@ def test_scores_are_ten_times_a_projections():
     hidden = discriminator.attention(hidden)
     for block in discriminator.blocks[1:]:
         hidden = block(hidden)
-    features = hidden.relu().sum((2, 3))
+    features = hidden.relu().mean((2, 3))
     table, last = discriminator.classes.weight, discriminator.last
     wanted = [10 * (last(features)[i, 0] + features[i] @ table[labels[i]]) for i in range(3)]
     torch.testing.assert_close(discriminator(images, labels), torch.stack(wanted))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -28,6 +29,7 @@ import nero
 from nero.paper import cli, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
+from nero.paper.captured import Captured
 from nero.paper.data import Images, Pictures, corpus, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
@@ -1119,6 +1121,53 @@ def test_a_report_of_nothing_says_how_to_get_something(command, tmp_path):
     assert "make some with `nero sweep TASK" in code
 
 
+def test_on_a_cpu_nothing_is_captured():
+    seen = []
+    step = Captured(lambda one, two: seen.append(one + two), list, None)
+    step(torch.ones(2), torch.ones(2))
+    assert seen[0].tolist() == [2, 2]
+    assert not step.graphs
+
+
+def test_a_capture_leaves_everything_where_it_was(monkeypatch):
+    """By stand-ins for streams and graphs: what is captured is not done then, but at every replay."""
+    total, generator, places = torch.zeros(()), torch.Generator(), []
+
+    def add(numbers):
+        assert total < 5  # as an index may run out, warm-ups must not add up
+        total.add_(numbers.sum() + 0 * torch.rand((), generator=generator))
+
+    class Graph:
+        def register_generator_state(self, registered):
+            assert registered is generator
+
+        def replay(self):
+            add(*self.held)
+
+    @contextmanager
+    def capturing(graph, pool, stream, capture_error_mode):
+        assert (pool, stream, capture_error_mode) == ("pool", "stream", "global")
+        before, random = total.clone(), generator.get_state()
+        yield
+        total.copy_(before)
+        generator.set_state(random)
+        places.append(graph)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    step = Captured(add, lambda: [total], "stream", generator=generator, pool="pool")
+    capture = step._capture
+    monkeypatch.setattr(step, "_capture", lambda held: (graph := capture(held), setattr(graph, "held", held))[0])
+    ones, alike = torch.ones(1), torch.Generator()
+    for numbers, kind in [(ones, None), (2 * ones, None), (torch.zeros(3), None), (ones, "last"), (ones, None)]:
+        step(numbers, kind=kind)
+        torch.rand((), generator=alike)
+    assert total == 5
+    assert torch.equal(generator.get_state(), alike.get_state())
+    assert list(step.graphs) == [(None, (1,)), (None, (3,)), ("last", (1,))]
+    assert len(places) == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("contender", TINY.contenders)
 def test_captured_steps_are_the_steps(contender, monkeypatch):
@@ -1130,8 +1179,8 @@ def test_captured_steps_are_the_steps(contender, monkeypatch):
     captured = Supervised(TINY, settings, data)
     while not captured.finished:
         captured.advance()
-    assert len(captured._graphs) == 2  # of eight, and of the four that are left
-    monkeypatch.setattr(Supervised, "_learn", Supervised._update)
+    assert len(captured._learn.graphs) == 2  # of eight, and of the four that are left
+    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = Supervised(TINY, settings, data)
     while not plain.finished:
         plain.advance()
@@ -1153,8 +1202,8 @@ def test_captured_steps_are_the_steps_of_texts(name, graphs, contender, monkeypa
     captured = Supervised(task, settings, data)
     while not captured.finished:
         captured.advance()
-    assert len(captured._graphs) >= graphs
-    monkeypatch.setattr(Supervised, "_learn", Supervised._update)
+    assert len(captured._learn.graphs) >= graphs
+    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = Supervised(task, settings, data)
     while not plain.finished:
         plain.advance()

@@ -412,13 +412,6 @@ def test_half_of_the_images_are_flipped():
     assert torch.equal(pixels, before)
 
 
-def test_on_a_cpu_nothing_is_captured():
-    seen = []
-    step = Captured(lambda one, two: seen.append(one + two), list, torch.Generator(), None)
-    step(torch.ones(2), torch.ones(2))
-    assert seen[0].tolist() == [2, 2]
-
-
 @pytest.mark.parametrize("contender", TINY.contenders)
 def test_what_a_warm_up_changes_can_be_put_back(contender):
     """So that a graph is captured where the run stands."""
@@ -439,7 +432,7 @@ def test_what_a_warm_up_changes_can_be_put_back(contender):
 def test_captured_steps_are_the_steps(contender, monkeypatch):
     data = made().to("cuda")
     captured = steps(begin(contender, data), 6)
-    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs: self.function(*inputs))
+    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = steps(begin(contender, data), 6)
     for name, value in plain.curve.items():
         assert captured.curve[name] == pytest.approx(value, rel=1e-2, nan_ok=True), name

@@ -135,7 +135,7 @@ class Adversarial(Training):
             options = contender.options.get(name, {})
             self.optimisers[name] = baselines.make(contender.optimiser, network, self.lr, **options)
             baselines.prime(self.optimisers[name])
-        self._learn = Captured(self._update, self._changing, self.random, self._stream)
+        self._learn = Captured(self._update, self._changing, self._stream, generator=self.random)
 
     def _changing(self) -> list[Tensor]:
         kept = [v for each in self.optimisers.values() for state in each.state.values() for v in state.values()]

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from nero.paper import baselines
+from nero.paper.captured import Captured
 from nero.paper.data.arcade import Game
 from nero.paper.film import gif
 from nero.paper.ppo import PPO, Batch, advantages, normalised, objective
 from nero.paper.protocol import Settings, Task
 from nero.paper.training import Training, on_cpu, products_in
 
-#: Runs before a graph is captured: libraries choose their kernels, and Nero's are compiled.
-WARM_UP = 3
 #: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
 LONGEST, PICTURES = 10_000, 2000
 
@@ -52,8 +51,6 @@ class Agent(Training):
         self.curve = {name: [] for name in ("reward", "episode_length", "policy_loss", "value_loss", "entropy")}
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None  # for all graphs: they never run at a time
         self.arcade = data.play(self.ppo.games, settings.seed, None if state is None else state["arcade"])
         with self._on_stream():
             self._build()
@@ -79,12 +76,12 @@ class Agent(Training):
             if 0 < turn <= self.ppo.steps:
                 self._receive()
             if turn < self.ppo.steps:
-                self._do("choose", self._choose, list)
+                self._choose()
                 self.arcade.send(self._chosen())
             else:
                 if turn == self.ppo.steps:
-                    self._do("judge", self._judge, list)
-                self._do("learn", self._learn, self._learned)
+                    self._judge()
+                self._learn()
             self.step += 1
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
@@ -177,6 +174,16 @@ class Agent(Training):
         self._order = zeros(self.ppo.updates, self.ppo.gathered // self.ppo.minibatches, dtype=torch.int64)
         self._clock, self._update = zeros(1, dtype=torch.int64), zeros(1, dtype=torch.int64)
         self.totals = zeros(4, dtype=torch.float64)  # of the objective's parts, and how many updates
+        pool = torch.cuda.graph_pool_handle() if self._stream is not None else None  # they never run at the same time
+        self._choose, self._note, self._judge, self._learn = (
+            Captured(self._precisely(work), changing, self._stream, pool=pool)
+            for work, changing in (
+                (self._choosing, list),
+                (self._noting, lambda: [self._clock]),
+                (self._judging, list),
+                (self._learning, self._learned),
+            )
+        )
         if self._stream is not None:  # what crosses the bus lies where a GPU can fetch it by itself
             self._posts = {
                 "frames": torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True),
@@ -213,12 +220,12 @@ class Agent(Training):
             return self._choice.clone()
         choice = self._posts["choice"].copy_(self._choice, non_blocking=True)
         there = self._stream.record_event()
-        self._do("note", self._note, lambda: [self._clock])
+        self._note()
         there.synchronize()
         return choice
 
     @torch.no_grad()
-    def _choose(self) -> None:
+    def _choosing(self) -> None:
         """Choose actions by what is seen."""
         logits, values = self.model(self._frames)
         every = torch.log_softmax(logits, 1)
@@ -227,7 +234,7 @@ class Agent(Training):
         self._values.copy_(values)
 
     @torch.no_grad()
-    def _note(self) -> None:
+    def _noting(self) -> None:
         """Keep what was seen, and what was made of it."""
         found = {
             "frames": self._frames,
@@ -241,7 +248,7 @@ class Agent(Training):
         self._clock += 1
 
     @torch.no_grad()
-    def _judge(self) -> None:
+    def _judging(self) -> None:
         """Find how good the actions were."""
         self._round["outcomes"][-1] = self._outcome
         self._round["values"][-1] = self.model(self._frames)[1]
@@ -250,7 +257,7 @@ class Agent(Training):
         self._round["returns"].copy_(found + self._round["values"][:-1])
         self._round["advantages"].copy_(normalised(found))
 
-    def _learn(self) -> None:
+    def _learning(self) -> None:
         """Update the weights by the next minibatch."""
         chosen = self._order.index_select(0, self._update)[0]
         names = ("frames", "actions", "likelihoods", "values", "returns", "advantages")
@@ -272,26 +279,14 @@ class Agent(Training):
         tensors = [value for value in kept if isinstance(value, Tensor)]
         return [*self.model.state_dict().values(), *tensors, self.totals, self._update]
 
-    def _do(self, name: str, work: Callable[[], None], changes: Callable[[], list[Tensor]]) -> None:
-        """Do some work, on a GPU as a graph of it. What changes while that is made ready is put back."""
-        if name not in self._graphs:
-            with products_in(self.settings.precision):
-                if self._stream is None:
-                    work()
-                    return
-                self._graphs[name] = self._capture(work, changes())
-        self._graphs[name].replay()
+    def _precisely(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The same, in the precision of this run."""
 
-    def _capture(self, work: Callable[[], None], changing: list[Tensor]) -> torch.cuda.CUDAGraph:
-        before = [tensor.clone() for tensor in changing]
-        for _ in range(WARM_UP):
-            work()
-            for tensor, value in zip(changing, before, strict=True):
-                tensor.copy_(value)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
-        return graph
+        def done() -> None:
+            with products_in(self.settings.precision):
+                work()
+
+        return done
 
     def _end_epoch(self) -> None:
         *parts, updates = self.totals.tolist()

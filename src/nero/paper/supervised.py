@@ -10,13 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nero.paper import baselines, peers
+from nero.paper.captured import Captured
 from nero.paper.data import Dataset
 from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import SettingError, Settings, Task
 from nero.paper.training import Training, on_cpu, products_in
 
-#: Steps before a graph is captured: libraries choose their kernels, and Nero's are compiled.
-WARM_UP = 3
 #: How many steps of the next epoch are under way when the last one's numbers are waited for, lest a GPU stand still.
 LAG = {"cuda": 8, "cpu": 0}
 
@@ -48,8 +47,6 @@ class Supervised(Training):
         self.curve = {f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")}
         on_gpu = self.device.type == "cuda"
         self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[tuple[torch.Size, bool], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None  # for all graphs: they never run at a time
         self._batches: Sequence[tuple[Tensor, Tensor]] = ()
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
@@ -66,7 +63,10 @@ class Supervised(Training):
             if self.step == 0:
                 self._begin_epoch()
             self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
-            self._learn(*self._batches[self.step])
+            # a capture makes steps of its own, so that all processes must make theirs at a time: at the first step, and
+            # at the last one of an epoch, where shares may be smaller, of some or of all
+            last = peers.count() > 1 and self.step + 1 == self.steps_an_epoch
+            self._learn(*self._batches[self.step], kind=last)
             self.step += 1
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
@@ -119,6 +119,9 @@ class Supervised(Training):
         self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **contender.options)
         baselines.prime(self.optimiser)
         self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        # with peers, a thread of torch's looks after their messages during a capture, and may
+        mode = "thread_local" if peers.count() > 1 else "global"
+        self._learn = Captured(self._update, self._changing, self._stream, generator=self.generator, mode=mode)
 
     def go_on_from(self, state: dict[str, Any]) -> None:
         if (before := state.get("processes", 1)) != peers.count():
@@ -142,20 +145,6 @@ class Supervised(Training):
         self.totals.zero_()
         self.model.train()
 
-    def _learn(self, inputs: Tensor, labels: Tensor) -> None:
-        if self._stream is None:
-            self._update(inputs, labels)
-            return
-        # a capture makes steps of its own, so that all processes must make theirs at a time: at the first step, and at
-        # the last one of an epoch, where shares may be smaller, of some or of all
-        key = inputs.shape, peers.count() > 1 and self.step + 1 == self.steps_an_epoch
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(inputs.clone(), labels.clone())
-        graph, held_inputs, held_labels = self._graphs[key]
-        held_inputs.copy_(inputs)
-        held_labels.copy_(labels)
-        graph.replay()
-
     def _update(self, inputs: Tensor, labels: Tensor) -> None:
         with products_in(self.settings.precision):
             self.optimiser.zero_grad()
@@ -174,24 +163,11 @@ class Supervised(Training):
         reduction = "sum" if self.task.summed else "mean"
         return _cross_entropy(logits, labels, label_smoothing=self.task.smoothing, reduction=reduction)
 
-    def _capture(self, inputs: Tensor, labels: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        """A graph of the update on these tensors. What the warm-up changes is put back."""
-        changing = [*self.model.state_dict().values(), self.totals]
+    def _changing(self) -> list[Tensor]:
+        """All that an update changes."""
         kept = [value for state in self.optimiser.state.values() for value in state.values()]
-        changing += [value for value in kept if isinstance(value, Tensor)]
-        before, random = [tensor.clone() for tensor in changing], self.generator.get_state()
-        for _ in range(WARM_UP):
-            self._update(inputs, labels)
-        for tensor, value in zip(changing, before, strict=True):
-            tensor.copy_(value)
-        self.generator.set_state(random)
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
-        # with peers, a thread of torch's looks after their messages meanwhile, and may
-        mode = "thread_local" if peers.count() > 1 else "global"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            self._update(inputs, labels)
-        return graph, inputs, labels
+        tensors = [value for value in kept if isinstance(value, Tensor)]
+        return [*self.model.state_dict().values(), *tensors, self.totals]
 
     def _end_epoch(self) -> None:
         self._batches = ()

@@ -189,7 +189,7 @@ def _distances(facts: Published, runs: Runs) -> Figure:
         axes.set_yticks([])
     _say_if_empty(axes, entries)
     _label(axes, entries, facts)
-    _dress(axes, "epoch", "Fréchet distance of made images to test images")
+    _dress(axes, "epoch", "Fréchet distance of made images to test images, by EfficientNet-Lite0")
     _key(figure, entries, facts)
     return figure
 

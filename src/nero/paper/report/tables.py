@@ -39,6 +39,7 @@ def index(runs: Runs) -> str:
         names = [name_of(row.optimiser) for row in facts.headline]
         ours = [_ours(facts, runs, row) for row in facts.headline]
         theirs = [_with_spread(row.mean, row.spread) for row in facts.headline]
+        other = "" if facts.comparable else f" ({facts.other})"
         rows.append(
             (
                 f"[{task}]({task}.md)",
@@ -46,7 +47,7 @@ def index(runs: Runs) -> str:
                 f"`nero sweep {task}`",
                 _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else ""),
                 "; ".join(map("{}: {}".format, names, ours)) if set(ours) != {NOT_RUN} else _none(facts, runs),
-                "; ".join(map("{}: {}".format, names, theirs)),
+                "; ".join(map("{}: {}".format, names, theirs)) + other,
             )
         )
     table = _markdown(("task", "the paper's claim", "command", "measure", "ours", "paper's"), rows, left=4)

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader
 import nero
 from nero.paper.data import Corpus, Dataset, Images, Pictures, load
 from nero.paper.data.corpus import Rows
+from nero.paper.loops.supervised import Supervised
 from nero.paper.protocol import Precision, Task
 from nero.paper.record import commit
-from nero.paper.supervised import Supervised
 from nero.paper.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]

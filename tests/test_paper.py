@@ -29,10 +29,12 @@ import nero
 from nero.paper import cli, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
-from nero.paper.captured import Captured
 from nero.paper.data import Images, Pictures, corpus, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
+from nero.paper.loops.captured import Captured
+from nero.paper.loops.supervised import LAG, Supervised
+from nero.paper.loops.training import products_in
 from nero.paper.models.dropout import Dropout
 from nero.paper.models.mlp import ScaledReLU, mlp, reparameterised
 from nero.paper.models.resnet import resnet18
@@ -41,10 +43,8 @@ from nero.paper.models.vgg import vgg11
 from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
 from nero.paper.record import Store, StoreError, read_records, write_whole
-from nero.paper.supervised import LAG, Supervised
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
-from nero.paper.training import products_in
 
 CPU = torch.device("cpu")
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[2] / "shared" / "data"))

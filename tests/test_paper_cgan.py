@@ -20,13 +20,14 @@ import scipy.linalg
 from matplotlib.image import imread
 
 import nero
-from nero.paper import adversarial, judges, sweep
-from nero.paper.adversarial import Adversarial, grid
-from nero.paper.captured import Captured
+from nero.paper import judges, sweep
 from nero.paper.data import DataError, Images, Pictures
 from nero.paper.data.augment import flip
-from nero.paper.frechet import Gaussian, Moments
 from nero.paper.judges import Judge
+from nero.paper.judges.frechet import Gaussian, Moments
+from nero.paper.loops import adversarial
+from nero.paper.loops.adversarial import Adversarial, grid
+from nero.paper.loops.captured import Captured
 from nero.paper.models.biggan import Attention, ConditionalBatchNorm, Down, Pair, Up
 from nero.paper.models.spectral import SpectralNorm, spectral
 from nero.paper.protocol import SettingError

@@ -23,15 +23,15 @@ from rich.console import Console
 
 import nero
 from nero.paper import baselines, cli, peers
-from nero.paper.captured import Captured
 from nero.paper.data import DataError, classes, crops, load, photos, readers
 from nero.paper.data.classes import find
 from nero.paper.data.photos import Held, Streamed, kept_or_read
 from nero.paper.data.readers import Readers
+from nero.paper.loops.captured import Captured
+from nero.paper.loops.supervised import Supervised
 from nero.paper.models.resnet import resnet50
 from nero.paper.protocol import SettingError, warm_up_then_cosine
 from nero.paper.record import Onlooker, Store, read_records
-from nero.paper.supervised import Supervised
 from nero.paper.tasks import TASKS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -16,14 +16,15 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from nero.paper import agent as looping
-from nero.paper import baselines, cli, film, ppo
-from nero.paper.agent import Agent
-from nero.paper.captured import Captured
+from nero.paper import baselines, cli
 from nero.paper.data import DataError, arcade, load
 from nero.paper.data.arcade import Arcade, Game
+from nero.paper.loops import agent as looping
+from nero.paper.loops import film, ppo
+from nero.paper.loops.agent import Agent
+from nero.paper.loops.captured import Captured
+from nero.paper.loops.ppo import PPO, Batch
 from nero.paper.models.actor_critic import ActorCritic
-from nero.paper.ppo import PPO, Batch
 from nero.paper.protocol import SettingError
 from nero.paper.record import Store
 from nero.paper.sweep import train

@@ -20,8 +20,8 @@ from rich.progress import (
 )
 from torch.utils.tensorboard import SummaryWriter
 
+from nero.paper.loops.training import Training
 from nero.paper.protocol import Settings, Task
-from nero.paper.training import Training
 
 #: Seconds between two lines, where the output is a file or a pipe.
 QUIET = 15.0

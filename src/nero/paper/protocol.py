@@ -61,8 +61,8 @@ class Task:
         summed: train on the sum of a batch's losses, and not on their mean.
         verdict: what else there is to say of a trained network, from it and its data.
         several: whether several processes may train one network together, each on its share of every batch.
-        loop: what trains, a :class:`nero.paper.training.Training` made with task, settings, data and a checkpoint's
-            state or None; without, the one of all supervised tasks.
+        loop: what trains, a :class:`nero.paper.loops.training.Training` made with task, settings, data and the state
+            of a checkpoint or None; without, the one of all supervised tasks.
     """
 
     name: str

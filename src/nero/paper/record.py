@@ -20,8 +20,8 @@ from typing import IO, Any
 import torch
 
 import nero
+from nero.paper.loops.training import Training
 from nero.paper.protocol import Settings, Task
-from nero.paper.training import Training
 
 #: Seconds after which a half-written file is nobody's any more.
 STALE = 3600.0

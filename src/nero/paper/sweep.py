@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from nero.paper import peers
 from nero.paper.data import Dataset
+from nero.paper.loops.supervised import Supervised
+from nero.paper.loops.training import Training
 from nero.paper.protocol import Precision, Settings, Task, best_rate
 from nero.paper.record import Store
-from nero.paper.supervised import Supervised
-from nero.paper.training import Training
 
 #: Seconds between two rounds of checkpoints, or more where a round takes long: at most a twentieth of the time.
 PAUSE = 60.0

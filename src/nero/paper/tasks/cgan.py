@@ -5,8 +5,8 @@ the hinge loss. 120 epochs, the rate divided by 10 after 100 of them and its sta
 0.1, 1}. No optimiser has momentum but Adam's for the discriminator, for which the authors ran β₁ = 0.9.
 """
 
-from nero.paper.adversarial import Adversarial
 from nero.paper.data.augment import flip
+from nero.paper.loops.adversarial import Adversarial
 from nero.paper.models.biggan import Pair
 from nero.paper.protocol import Contender, Task, drop
 

@@ -9,9 +9,9 @@ momentum, which the paper found and shows.
 
 from functools import partial
 
-from nero.paper.agent import Agent
+from nero.paper.loops.agent import Agent
+from nero.paper.loops.ppo import PPO
 from nero.paper.models.actor_critic import ActorCritic
-from nero.paper.ppo import PPO
 from nero.paper.protocol import Contender, Task
 
 #: Of 80 rounds of 1024 steps each: 4,997,120 in all.

@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nero.paper import baselines, peers
-from nero.paper.captured import Captured
 from nero.paper.data import Dataset
+from nero.paper.loops.captured import Captured
+from nero.paper.loops.training import Training, on_cpu, products_in
 from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import SettingError, Settings, Task
-from nero.paper.training import Training, on_cpu, products_in
 
 #: How many steps of the next epoch are under way when the last one's numbers are waited for, lest a GPU stand still.
 LAG = {"cuda": 8, "cpu": 0}

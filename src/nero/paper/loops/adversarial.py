@@ -12,13 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from nero.paper import baselines
-from nero.paper.captured import Captured
 from nero.paper.data import Dataset, Pictures
-from nero.paper.frechet import Gaussian
 from nero.paper.judges import LOOK, Judge, judges
+from nero.paper.judges.frechet import Gaussian
+from nero.paper.loops.captured import Captured
+from nero.paper.loops.training import Training, on_cpu, products_in
 from nero.paper.models.biggan import Pair
 from nero.paper.protocol import SettingError, Settings, Task
-from nero.paper.training import Training, on_cpu, products_in
 
 #: Epochs from one look at the generator to the next.
 EVERY = 10

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from nero.paper import baselines
-from nero.paper.captured import Captured
 from nero.paper.data.arcade import Game
-from nero.paper.film import gif
-from nero.paper.ppo import PPO, Batch, advantages, normalised, objective
+from nero.paper.loops.captured import Captured
+from nero.paper.loops.film import gif
+from nero.paper.loops.ppo import PPO, Batch, advantages, normalised, objective
+from nero.paper.loops.training import Training, on_cpu, products_in
 from nero.paper.protocol import Settings, Task
-from nero.paper.training import Training, on_cpu, products_in
 
 #: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
 LONGEST, PICTURES = 10_000, 2000

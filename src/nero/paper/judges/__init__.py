@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nero.paper.data.download import digest
 from nero.paper.data.errors import DataError
-from nero.paper.frechet import Gaussian, Moments
+from nero.paper.judges.frechet import Gaussian, Moments
 from nero.paper.models.efficientnet import EfficientNetLite0
 
 #: The package with the weights of EfficientNet-Lite0, the file in it, and its checksum.

@@ -148,8 +148,8 @@ def test_normalised(device: str):
 
 
 def test_an_unknown_data_set():
-    with pytest.raises(DataError, match=r"no data set 'imagenet'.*mnist, cifar10"):
-        load("imagenet")
+    with pytest.raises(DataError, match=r"no data set 'svhn'.*mnist, cifar10"):
+        load("svhn")
 
 
 def test_a_folder_that_is_named_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

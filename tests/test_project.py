@@ -25,11 +25,11 @@ def test_the_readmes_first_example_runs():
 
 
 def test_import_is_light():
-    """At most 50 ms of work on top of torch's; the best of six, since machines are busy."""
+    """At most 50 ms of work on top of torch's; the best of three, since machines are busy."""
     code = "import time, torch\nstart = time.process_time()\nimport nero\nprint(time.process_time() - start)"
     times = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(6)
+        for _ in range(3)
     ]
     assert min(times) < 0.05
 

@@ -56,15 +56,20 @@ def test_projection_is_balanced_and_idempotent(drawn: list[Tensor]):
     (weight,) = drawn
     once, possible = project(weight, (1,))
     assert once.isfinite().all()
+    rows = possible[:, 0]
+    # of a nearly constant neuron, the mean is as wrong as its entries are coarse beside what is left of them
+    exact = weight.double()[rows]
+    apart = torch.linalg.vector_norm(exact - exact.mean(1, keepdim=True), dim=1)
+    coarse = torch.finfo(torch.float32).eps * exact.abs().amax(1) / apart
     if weight.shape[1] > 2:
-        sums = once.double().sum(1)[possible[:, 0]]
-        assert (sums.abs() <= 1e-6 * math.sqrt(weight.shape[1])).all()
-    sizes = torch.linalg.vector_norm(once.double(), dim=1)[possible[:, 0]]
+        sums = once.double().sum(1)[rows]
+        assert (sums.abs() <= 1e-6 * math.sqrt(weight.shape[1]) + weight.shape[1] * coarse).all()
+    sizes = torch.linalg.vector_norm(once.double(), dim=1)[rows]
     assert ((sizes - 1).abs() <= 1e-6).all()
-    assert torch.equal(once[~possible[:, 0]], weight[~possible[:, 0]])
+    assert torch.equal(once[~rows], weight[~rows])
     twice, still = project(once, (1,))
-    torch.testing.assert_close(twice[possible[:, 0]], once[possible[:, 0]], rtol=0, atol=1e-6)
-    assert still[possible[:, 0]].all()
+    assert ((twice - once)[rows].abs().amax(1) <= 1e-6 + (coarse if weight.shape[1] > 2 else 0)).all()
+    assert still[rows].all()
 
 
 @given(matrices(ORDINARY_FLOAT), st.sampled_from([1e-20, 1e-10, 1e10, 1e20]))
@@ -188,7 +193,10 @@ def test_a_step_turns_a_balanced_neuron_by_about_lr(drawn: list[Tensor], lr: flo
     weight, grad = (each.double() for each in drawn)
     assume(weight.shape[1] > 3)
     weight, possible = project(weight, (1,))
-    tangent, also = project(grad - (grad * weight).sum(1, keepdim=True) * weight, (1,))
+    aside = grad - (grad * weight).sum(1, keepdim=True) * weight
+    aside = aside - aside.mean(1, keepdim=True)
+    assume(float((norm(aside, (1,)) / norm(grad, (1,)).clamp_min(1e-30)).min()) > 1e-6)  # else it is rounding
+    tangent, also = project(aside, (1,))
     tangent = tangent - (tangent * weight).sum(1, keepdim=True) * weight
     assume(bool(possible.all() and also.all()) and float(torch.linalg.vector_norm(tangent, dim=1).min()) > 0.5)
     new = rule.turn(weight, tangent, torch.zeros(len(weight), 1).double(), 1, axes=(1,), lr=lr, beta=0.999).parameter

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -62,15 +61,8 @@ class Adversarial(Training):
         self.data = replace(data, mean=(0.5,) * len(data.mean), std=(0.5,) * len(data.std))  # pixels in (-1, 1)
         self.judges = judges(self.device)
         self.curve = {name: [] for name in ("generator_loss", "discriminator_loss", *self._distances())}
-        on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._real: dict[str, Gaussian] = {}
-        with self._on_stream():
-            self._build()
-            if state is not None:
-                self.go_on_from(state)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._begin(state)
 
     def advance(self) -> None:
         """Make a step of either network; after the last of an epoch, look at their losses and perhaps at images."""
@@ -215,9 +207,6 @@ class Adversarial(Training):
         both = zip(torch.split(self._noise, LOOK), torch.split(self._classes, LOOK), strict=True)
         with products_in(self.settings.precision):
             return torch.cat([self.pair.generator(*each) for each in both])
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
 def grid(pixels: Tensor) -> bytes:

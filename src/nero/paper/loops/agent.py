@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,16 +48,8 @@ class Agent(Training):
         super().__init__(task, settings, data.device, self.ppo.rounds * self._turns)
         self.game = data
         self.curve = {name: [] for name in ("reward", "episode_length", "policy_loss", "value_loss", "entropy")}
-        on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.arcade = data.play(self.ppo.games, settings.seed, None if state is None else state["arcade"])
-        with self._on_stream():
-            self._build()
-            self._take(self.arcade.frames, self._outcome)
-            if state is not None:
-                self.go_on_from(state)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._begin(state)
         self._begun = self.played, time.perf_counter()
 
     @property
@@ -190,6 +181,7 @@ class Agent(Training):
                 "outcome": torch.empty(2, games, pin_memory=True),
                 "choice": torch.empty(games, dtype=torch.int64, pin_memory=True),
             }
+        self._take(self.arcade.frames, self._outcome)
 
     def _begin_round(self) -> None:
         number = self.steps_done // self._turns
@@ -304,6 +296,3 @@ class Agent(Training):
             name: total / count if count else None
             for name, total in zip(("reward", "episode_length"), sums, strict=True)
         }
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,17 +44,10 @@ class Supervised(Training):
         self.data = data
         self._parts = ("train", *data.parts)
         self.curve = {f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")}
-        on_gpu = self.device.type == "cuda"
-        self._stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._batches: Sequence[tuple[Tensor, Tensor]] = ()
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
-        with self._on_stream():
-            self._build()
-            if state is not None:
-                self.go_on_from(state)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._begin(state)
 
     def advance(self) -> None:
         """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
@@ -199,9 +191,6 @@ class Supervised(Training):
                 logits = self.model(inputs)
             totals += _totals(logits, labels)
         return totals
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

@@ -3,7 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Training(ABC):
         self.beside, self.resumed = 1, 0
         self.files: dict[str, bytes] = {}
         self._spent, self._since = 0.0, time.perf_counter()
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def advance(self) -> None:
@@ -91,6 +93,23 @@ class Training(ABC):
         """Stand where :meth:`state` was called."""
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
         self._spent, self.beside, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
+
+    @abstractmethod
+    def _build(self) -> None:
+        """Make all that is trained, and what it is trained with."""
+
+    def _begin(self, state: dict[str, Any] | None) -> None:
+        """Stand at the start, or where the state says."""
+        with self._on_stream():
+            self._build()
+            if state is not None:
+                self.go_on_from(state)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """On a GPU, on a stream of the run's own."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
 def on_cpu(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The paper's suite: every task trains, nothing is lost, and what cannot be is said before work is spent."""
 
 import errno
+import gc
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -520,6 +522,58 @@ def test_a_process_killed_by_the_system_goes_on(tmp_path):
         assert process.wait() == 0
     whole, killed = (read_records(tmp_path / folder) for folder in ("whole", "killed"))
     assert [result(each) for each in killed] == [result(each) for each in whole]
+
+
+def test_what_is_done_is_let_go_before_the_next_begins(tmp_path):
+    """On a GPU it holds memory; and runs refer to themselves."""
+    gone, watch = [], Watch()
+
+    def begun(training):
+        assert all(earlier() is None for earlier in gone)
+        gone.append(weakref.ref(training))
+
+    watch.begun = begun
+    gc.disable()
+    try:
+        train(TINY, [TINY.settings("nero", seed=seed) for seed in range(3)], made(), Store(tmp_path), watch)
+    finally:
+        gc.enable()
+    assert len(gone) == 3
+
+
+@pytest.mark.parametrize("where", ["keep", "finish", "begin"])
+def test_a_failure_between_steps_keeps_all_runs(where, tmp_path, monkeypatch):
+    data, runs = made(), [TINY.settings("nero", seed=seed) for seed in range(3)]
+    whole = train(TINY, runs, data, Store(tmp_path / "whole"), Watch(), side_by_side=2)
+    store, calls = Store(tmp_path / "broken"), []
+    method = getattr(store, where)
+
+    def fails(*arguments):
+        calls.append(None)
+        if len(calls) == (3 if where == "begin" else 1):
+            raise OSError("no room")
+        return method(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, where, fails)
+        with pytest.raises(OSError, match="no room"):
+            train(TINY, runs, data, store, Watch(), side_by_side=2)
+    kept = sorted(path.name for path in (tmp_path / "broken/tiny").iterdir())
+    wanted = {
+        "keep": ["nero-lr0.01-seed0.checkpoint", "nero-lr0.01-seed1.checkpoint"],
+        "finish": ["nero-lr0.01-seed0.checkpoint", "nero-lr0.01-seed1.checkpoint"],
+        "begin": ["nero-lr0.01-seed0.json", "nero-lr0.01-seed1.json"],
+    }
+    assert kept == wanted[where]
+    again = train(TINY, runs, data, store, Watch(), side_by_side=2)
+    assert [result(each) for each in again] == [result(each) for each in whole]
+
+
+def test_a_signal_when_all_is_done_is_no_stop(tmp_path):
+    watch = Watch()
+    watch.ended = lambda _: signal.raise_signal(signal.SIGTERM)
+    (found,) = train(TINY, [TINY.settings("nero")], made(), Store(tmp_path), watch)
+    assert found["optimiser"] == "nero"
 
 
 def test_side_by_side_equals_one_after_the_other(tmp_path):

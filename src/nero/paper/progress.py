@@ -100,7 +100,8 @@ class Display:
         elif training.device.type != "cpu" or now - self._shown < GLANCE:
             return  # to look into an epoch under way, a GPU would have to be waited for
         self._shown = now
-        metric = _last(training) if fresh else f"{_told(training.task, training.so_far())} so far"
+        so_far = "" if fresh else _told(training.task, training.so_far())
+        metric = _last(training) if fresh else f"{so_far} so far" if so_far else ""
         metric = ", ".join(filter(None, (metric, training.pace())))
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:

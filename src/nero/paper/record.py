@@ -215,7 +215,7 @@ def commit() -> str | None:
 def versions() -> dict[str, str]:
     """Of all that a result may depend on."""
     found = {"python": platform.python_version(), "nero": nero.__version__, "torch": torch.__version__}
-    for name in ("triton", "numba"):
+    for name in ("triton", "numba", "ale-py"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     if torch.version.cuda is not None:

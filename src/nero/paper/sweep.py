@@ -1,5 +1,6 @@
 """Many runs: what is done is skipped, what was broken off goes on, and several share one GPU."""
 
+import gc
 import signal
 import threading
 import time
@@ -54,33 +55,45 @@ def train(
     for settings in waiting:  # a bad one is better met now than hours later
         store.look(task, settings, data.device, whole=False)
     active: list[Training] = []
+
+    def turn(training: Training) -> None:
+        training.beside = max(training.beside, len(active))
+        if not training.finished:  # or it was kept at its very end
+            try:
+                training.advance()
+            except Exception:
+                active.remove(training)  # in the middle of a step; the others stand between two
+                raise
+        watch.stepped(training)
+        store.keep(training)
+        if training.finished:
+            done[training.settings] = store.finish(training)
+            peers.wait()  # until the record is there for all to see
+            active.remove(training)
+            watch.ended(training)
+
+    def begin(settings: Settings) -> None:
+        gc.collect()  # runs refer to themselves, and what is done holds a GPU's memory until it is found
+        active.append((task.loop or Supervised)(task, settings, data, store.begin(task, settings, data.device)))
+        watch.begun(active[-1])
+
     due = time.monotonic() + PAUSE
     with _interrupts() as interrupted:
         while waiting or active:
-            while waiting and len(active) < side_by_side:
-                settings = waiting.popleft()
-                active.append((task.loop or Supervised)(task, settings, data, store.begin(task, settings, data.device)))
-                watch.begun(active[-1])
-            for training in list(active):
-                training.beside = max(training.beside, len(active))
-                try:
-                    training.advance()
-                except Exception:
-                    active.remove(training)  # in the middle of a step; the others stand between two
-                    with suppress(Exception):
+            try:
+                while waiting and len(active) < side_by_side:
+                    begin(waiting.popleft())
+                for training in active.copy():  # a turn may be the last
+                    turn(training)
+                    del training  # lest it be held
+                    if interrupted() and (waiting or active) and peers.rank() == 0:  # what is kept now is whole
+                        watch.stopping(len(active))
                         _save(active, store)
-                    raise
-                watch.stepped(training)
-                store.keep(training)
-                if training.finished:
-                    done[training.settings] = store.finish(training)
-                    peers.wait()  # until the record is there for all to see
-                    active.remove(training)
-                    watch.ended(training)
-                if interrupted() and peers.rank() == 0:  # between two steps, where what is kept is whole
-                    watch.stopping(len(active))
+                        raise KeyboardInterrupt
+            except Exception:
+                with suppress(Exception):
                     _save(active, store)
-                    raise KeyboardInterrupt
+                raise
             if time.monotonic() > due:
                 due = time.monotonic() + max(PAUSE, SHARE * _save(active, store))
     return [done[settings] for settings in runs]

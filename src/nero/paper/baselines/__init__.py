@@ -21,7 +21,7 @@ OPTIONS = {
     "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty"),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
-    "lamb": ("beta1", "balanced"),
+    "lamb": ("beta1", "eps", "balanced"),
     "madam": ("balanced",),
 }
 
@@ -38,7 +38,7 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
             optimiser is made; ``scale``, what the steps of gains and biases are relative to (σ_b), and
             ``gain_penalty``, which pulls gains to one. For SGD ``momentum`` and ``weight_decay`` (of all parameters),
             and ``clip``: the gradient of all weights together is shortened to this norm, if it is longer. For Adam and
-            LAMB ``beta1`` (0 by default), and for Adam ``eps`` (1e-8). For all but Nero ``balanced``: hold the neurons
+            LAMB ``beta1`` (0 by default) and ``eps`` (1e-8 and 1e-6). For all but Nero ``balanced``: hold the neurons
             to both constraints, from the first step on.
 
     Raises:
@@ -162,8 +162,8 @@ def _adam(model: nn.Module, lr: float | Tensor, beta1: float = 0.0, eps: float =
     return torch.optim.Adam(model.parameters(), lr=lr, betas=(beta1, BETA), eps=eps, fused=True, capturable=True)
 
 
-def _lamb(model: nn.Module, lr: float | Tensor, beta1: float = 0.0) -> torch.optim.Optimizer:
-    return Lamb(model.parameters(), lr=lr, betas=(beta1, BETA))
+def _lamb(model: nn.Module, lr: float | Tensor, beta1: float = 0.0, eps: float = 1e-6) -> torch.optim.Optimizer:
+    return Lamb(model.parameters(), lr=lr, betas=(beta1, BETA), eps=eps)
 
 
 def _madam(model: nn.Module, lr: float | Tensor) -> torch.optim.Optimizer:

@@ -214,7 +214,10 @@ class Arcade:
         try:
             found = self._answers.get(timeout=PATIENCE)
         except queue.Empty:
-            raise DataError(f"a game has not answered for {PATIENCE:g} s: {GO_ON}") from None
+            try:  # whoever was stopped and goes on finds the time up, and so does the game
+                found = self._answers.get(timeout=PATIENCE / 4)
+            except queue.Empty:
+                raise DataError(f"a game has not answered for {PATIENCE:g} s: {GO_ON}") from None
         if isinstance(found, Exception):
             raise DataError(f"a game broke off ({type(found).__name__}: {found}): {GO_ON}") from found
         return found
@@ -234,22 +237,28 @@ def pong(_: Folder) -> Game:
     try:
         import PIL  # noqa: F401 - for the film in the end, which is too late to miss it
         from ale_py.vector_env import AtariVectorEnv
-    except ModuleNotFoundError as error:
-        raise DataError(f"Pong needs {error.name}: pip install 'nero-optim[paper]'") from error
+    except ImportError as error:
+        raise DataError(f"Pong needs {error.name} ({error}): pip install 'nero-optim[paper]'") from error
     raw: dict[str, Any] = {"grayscale": False, "stack_num": 1, "img_height": 210, "img_width": 160}
 
     def emulator(games: int, colour: bool) -> Emulator:
-        made: Emulator = AtariVectorEnv(
-            "pong",
-            games,
-            repeat_action_probability=0.0,  # as in -v4
-            max_num_frames_per_episode=108_000,
-            frameskip=4,
-            noop_max=30,
-            use_fire_reset=True,
-            reward_clipping=True,  # which changes nothing: no point in Pong counts for more
-            **(raw if colour else {}),
-        )
+        try:
+            made: Emulator = AtariVectorEnv(
+                "pong",
+                games,
+                repeat_action_probability=0.0,  # as in -v4
+                max_num_frames_per_episode=108_000,
+                frameskip=4,
+                noop_max=30,
+                use_fire_reset=True,
+                reward_clipping=True,  # which changes nothing: no point in Pong counts for more
+                **(raw if colour else {}),
+            )
+        except Exception as error:
+            raise DataError(
+                f"ale-py cannot start Pong ({type(error).__name__}: {error}): install it anew, by "
+                "pip install --force-reinstall 'nero-optim[paper]', or free processes and memory, and run again"
+            ) from error
         return made
 
     return Game("pong", emulator)

@@ -124,7 +124,10 @@ class Adversarial(Training):
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.optimisers = {}
         for name, network in self.pair.named_children():
-            options = contender.options.get(name, {})
+            own = {
+                key: value for key, value in contender.options.items() if key not in dict(self.pair.named_children())
+            }
+            options = {**own, **contender.options.get(name, {})}
             self.optimisers[name] = baselines.make(contender.optimiser, network, self.lr, **options)
             baselines.prime(self.optimisers[name])
         self._learn = Captured(self._update, self._changing, self._stream, generator=self.random)

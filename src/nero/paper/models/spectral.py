@@ -17,7 +17,7 @@ class SpectralNorm(nn.Module):
 
     The weight is taken as a matrix with a row for each entry along axis 0. The singular value is found by power
     iteration, one step a pass from where the last pass in training left it: :attr:`u` is all there is to keep, and is
-    a buffer. torch's own keeps a second vector, and makes 15 steps when it is made; nothing else differs.
+    a buffer. torch's own keeps a second vector, makes 15 steps when it is made, and none in evaluation.
 
     Args:
         rows: of the matrix.

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 Measure: TypeAlias = Literal[
     "train_accuracy", "train_error", "train_perplexity", "valid_accuracy", "valid_error", "valid_perplexity",
-    "test_accuracy", "test_error", "test_perplexity", "train_distance", "test_distance", "reward",
+    "test_accuracy", "test_error", "test_perplexity", "train_distance", "test_distance", "train_fid", "test_fid",
+    "reward",
 ]  # fmt: skip
 
 

@@ -185,7 +185,8 @@ def _read(record: Record) -> Run:
             "perplexity": tuple(_perplexity(loss) for loss in _losses(curve, f"{part}_loss", epochs, what)),
         }
         curves |= {cast(Measure, f"{part}_{name}"): values for name, values in known.items()}
-    for name in {"reward", "train_distance", "test_distance"} & set(curve):
+    judged = [f"{part}_{what}" for what in ("distance", "fid") if f"test_{what}" in curve for part in ("train", "test")]
+    for name in [*judged, *(["reward"] if "reward" in curve else [])]:
         found = (math.nan if value is None else value for value in _losses(curve, name, epochs, what))
         curves[cast(Measure, name)] = tuple(found)
     trained = ["train_loss"] if supervised else [name for name in curve if name.endswith("_loss")]

@@ -153,6 +153,8 @@ def every_run(facts: Published, runs: Runs) -> str:
     more: dict[str, Callable[[Run], str]] = {}
     if any(run.bleu is not None for run in found):
         more["test BLEU"] = lambda run: "-" if run.bleu is None else f"{run.bleu:.2f}"
+    if any("test_fid" in run.curves for run in found):
+        more["FID to test images"] = lambda run: _end(run, "test_fid") if "test_fid" in run.curves else "-"
     if any(run.data is not None for run in found):
         more["data"] = lambda run: run.data or facts.task
     header = (_who(facts), "rate", "seed", "precision", *_measures(facts).values(), *more)
@@ -239,6 +241,8 @@ def _beside(row: Final, values: Sequence[float]) -> tuple[str, str]:
 
 
 def _signed(value: float, digits: int) -> str:
+    if math.isnan(value):
+        return "-"
     if value == math.inf:
         return "inf"
     text = f"{value:+.{digits}f}"

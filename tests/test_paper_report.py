@@ -300,22 +300,43 @@ def test_games_are_told_by_their_return_beside_the_papers():
     played = [record("pong", "nero", 0.01, seed, 20.0 + seed) for seed in range(3)]
     first = rows(tables.of_task("pong", Runs(played))["seeds"])[0]
     assert first[2:8] == ["20.00", "21.00", "22.00", "21.00 ± 0.82", "20.62 ± 0.05", "+0.38"]
+    learns = rows(tables.of_task("pong", Runs([record("pong", "lamb-momentum", 0.001, 0, 15.0)]))["seeds"])[4]
+    assert learns[-5:] == ["15.00 (1 seed)", "-", "-", "-", "float32"]  # the paper prints no number of it
     gone = diverged(record("pong", "lamb", 0.001, 0, -20.0))
     lamb = rows(tables.of_task("pong", Runs([gone]))["seeds"])[3]
     assert lamb[2] == "-†"
     assert rows(tables.of_task("pong", Runs([]))["seeds"])[4][-5:] == ["not run", "-", "-", "-", "-"]
 
 
+def test_fid_is_told_where_it_was_measured():
+    made = record("cgan", "nero", 0.01, 0, 20.0)
+    assert "FID to" not in tables.of_task("cgan", Runs([made]))["runs"]
+    made["curve"] |= {"train_fid": made["curve"]["train_distance"], "test_fid": [15.5] * made["epochs"]}
+    found = tables.of_task("cgan", Runs([made]))["runs"]
+    assert "FID to test images" in found
+    assert "15.50" in rows(found)[0]
+    del made["curve"]["train_distance"]
+    with pytest.raises(StoreError, match="train_distance"):
+        Runs([made])
+
+
 def test_what_is_of_another_thing_than_the_papers_is_not_compared():
     made = [record("imagenet", "nero-tuned", 0.02, 0, 0.6, data="tiny-imagenet")]
     found = tables.of_task("imagenet", Runs(made))
-    header = found["seeds"].splitlines()[0]
+    told, _, header, *_ = found["seeds"].splitlines()
+    assert told == "On tiny-imagenet, a stand-in for imagenet."
     assert "difference" not in header
-    assert "paper: ImageNet, not its stand-in" in header
+    assert "paper: no number is printed" in header
     (line,) = rows(found["runs"])
     assert line[-4:] == ["tiny-imagenet", "93", "4", "NVIDIA H200"]
     both = Runs([*made, record("imagenet", "nero-tuned", 0.02, 0, 0.7)])
     assert rows(tables.of_task("imagenet", both)["seeds"])[1][2] == "30.00"  # the task's own data count
+    others = [record("imagenet", "nero", 0.01, seed, 0.5, data="cats", precision="tf32") for seed in range(2)]
+    mixed = Runs([*made, *others, record("imagenet", "nero", 0.01, 0, 0.9, data="tiny-imagenet")])
+    assert mixed.stand_in("imagenet") in ("cats", "tiny-imagenet")  # one of them, and no mean over both
+    assert "22.50" not in tables.of_task("imagenet", mixed)["seeds"]
+    assert tables.of_task("imagenet", mixed)["precision"] == "No run was made in more than one precision."
+    assert "(on tiny-imagenet)" in tables.index(Runs(made))
     words = tables.table_1(Runs([]))
     assert "Atari Pong, PPO" in words
     assert "imagenet" not in words.lower()

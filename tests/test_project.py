@@ -115,6 +115,15 @@ def test_the_readme_has_the_papers_table_as_the_records_make_it():
     assert table in README
 
 
+def test_the_gans_page_quotes_the_check_of_its_measure():
+    record = json.loads((ROOT / "benchmarks/results/distances.json").read_text())
+    (found,) = record["from training images to"].values()
+    page = (ROOT / "docs/paper/cgan.md").read_text()
+    assert f"{record['images']:,} real images" in page
+    assert all(f"| {name} | {distance:.3g} |" in page for name, distance in found.items())
+    assert found["themselves"] < 1e-6 < found["test"] < found["test, upside down"] < found["noise"]
+
+
 def test_the_readme_quotes_the_share_of_a_training_step():
     record = json.loads((ROOT / "benchmarks/results/cuda.json").read_text())
     shares = {

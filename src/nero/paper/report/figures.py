@@ -50,7 +50,7 @@ LOOKS = {
     "sigma-1": Look("#009E73", "^"),
     "sigma-100": Look("#004D38", "s"),
     # ImageNet's: each family in two or three shades
-    "sgd-decay": Look("#8C3D00", "s"),
+    "sgd-decay": Look("#8C3D00", "P"),
     "nero-tuned": Look("#003F63", "D"),
     "nero-free-gains": Look("#56B4E9", "v"),
     "lamb-momentum": Look("#7A3E5E", "d"),
@@ -163,7 +163,9 @@ def _errors(facts: Published, runs: Runs) -> Figure:
             if facts.curves and measure == facts.measure:
                 _stored(axes, entry, facts)
         _log_error(axes, entries, measure, facts)
-        _dress(axes, "epoch", words + (", by Nero's constraints" if entries[0].name in short.values() else ""))
+        name = runs.stand_in(facts.task)
+        words += ", by Nero's constraints" if entries[0].name in short.values() else f" on {name}" if name else ""
+        _dress(axes, "epoch", words)
     _say_if_empty(panels[0], entries)
     if not facts.curves and facts.comparable:
         _gutter(panels[1], entries, facts)
@@ -178,7 +180,7 @@ def _distances(facts: Published, runs: Runs) -> Figure:
     for place, entry in enumerate(entries):
         _curve(axes, entry, "test_distance", place, len(entries))
     axes.set_xlim(0, 1.02 * facts.epochs)
-    taken = [value for value in _values(entries, "test_distance") if not math.isnan(value)]
+    taken = [value for value in _values(entries, "test_distance") if value > 0]
     if taken:
         axes.set_yscale("log")
         axes.set_ylim(0.9 * min(taken), 1.1 * max(taken))
@@ -317,7 +319,8 @@ def _label(axes: Axes, entries: list[Entry], facts: Published) -> None:
     heights, known = [], []
     for entry in entries:
         means = _means(entry, facts.measure)
-        value = means[-1] if means else entry.row.mean if facts.comparable else math.nan
+        ends = [mean for mean in means if not math.isnan(mean)]
+        value = ends[-1] if ends else entry.row.mean if facts.comparable and not means else math.nan
         known.append(not math.isnan(value))
         height = 0.5
         if known[-1]:
@@ -339,7 +342,14 @@ def _words(entry: Entry, facts: Published) -> str:
     """A contender's name, its rate where rates differ, and what is wanting."""
     rate = f", {entry.row.rate:g}" if len({row.rate for row in facts.finals}) > 1 else ""
     seeds = {0: ", not run", 1: ", 1 seed", 3: ""}.get(len(entry.runs), f", {len(entry.runs)} seeds")
-    return entry.name + rate + seeds
+    # of which a figure by accuracy has a mark, or shows that it answers by chance
+    lost = ", diverged" if any(run.diverged for run in entry.runs) and _may_end(facts) else ""
+    return entry.name + rate + seeds + lost
+
+
+def _may_end(facts: Published) -> bool:
+    """Whether a run that diverges leaves no more numbers."""
+    return not facts.measure.endswith(("accuracy", "error"))
 
 
 def _apart(wanted: Sequence[float], gap: float) -> list[float]:
@@ -422,7 +432,8 @@ def _key(figure: Figure, entries: list[Entry], facts: Published, *, each: bool =
     if runs:
         kinds = {"tf32": "TF32", "float32": "float32"}
         told = " and ".join(sorted({kinds.get(run.precision, run.precision) for run in runs}, reverse=True))
-        words = "ours, mean over seeds" + (f" ({told})" if told != "float32" else "")
+        several = any(len(entry.runs) > 1 for entry in entries)
+        words = ("ours, mean over seeds" if several else "ours") + (f" ({told})" if told != "float32" else "")
         handles.append(Line2D([], [], color=GREY, linewidth=2, marker="o", label=words))
     if any(len(entry.runs) > 1 for entry in entries):
         seeds = Line2D([], [], color=GREY, alpha=0.5, linewidth=0.9, label="ours, each seed")

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
@@ -67,6 +67,7 @@ class Published:
         curves: stored runs, if any.
         search: the search for the best rate, if stored.
         row: what the task is called in Table 1, if it is there.
+        printed: the mean and spread in Table 1, by contender, where the rows have others.
         other: what the paper's numbers are of, where that is not what ours are of.
     """
 
@@ -82,6 +83,7 @@ class Published:
     curves: tuple[Curve, ...]
     search: tuple[Cell, ...]
     row: str | None = None
+    printed: dict[str, tuple[float, float]] = field(default_factory=dict)
     other: str = ""
 
     @property
@@ -133,6 +135,7 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
         curves=curves,
         search=search,
         row=facts.get("row"),
+        printed={name: (mean, spread) for name, (mean, spread) in facts.get("printed", {}).items()},
         other=facts.get("other", ""),
     )
 

@@ -102,13 +102,19 @@ class Runs:
         self._ours = sorted(ours, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in ours if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in ours if run.epochs == known[run.task].epochs), key=_order)
+        self._on = {task: _data_of([run for run in self._full if run.task == task]) for task in known}
         self._counted: dict[tuple[str, str, float, int], Run] = {}
         for run in sorted(self._full, key=_worth):  # what counts comes last, and stays
-            self._counted[run.task, run.optimiser, run.rate, run.seed] = run
+            if run.data == self._on[run.task]:
+                self._counted[run.task, run.optimiser, run.rate, run.seed] = run
 
     def of(self, task: str) -> list[Run]:
         """Every run of the task's full number of epochs."""
         return [run for run in self._full if run.task == task]
+
+    def stand_in(self, task: str) -> str | None:
+        """The data set that counts, where it is not the task's own."""
+        return self._on[task]
 
     def short(self, task: str) -> int:
         """How many runs of fewer epochs are left out."""
@@ -132,7 +138,7 @@ class Runs:
         least = all_published()[task].epochs / 10
         groups: dict[tuple[str, float, int], dict[str, Run]] = {}
         for run in self._ours:
-            if run.task == task and run.epochs >= least:
+            if run.task == task and run.epochs >= least and run.data == self._on[task]:
                 groups.setdefault((run.optimiser, run.rate, run.seed), {})[run.precision] = run
         found = []
         for group in groups.values():
@@ -158,9 +164,17 @@ def _order(run: Run) -> tuple[Any, ...]:
     return run.task, place, run.optimiser, run.rate, run.seed, run.precision, run.finished
 
 
-def _worth(run: Run) -> tuple[bool, bool, str, str]:
-    """The task's own data count before a stand-in, float32 before all others, and of repeated runs the latest."""
-    return run.data is None, run.precision == "float32", run.precision, run.finished
+def _data_of(runs: Sequence[Run]) -> str | None:
+    """The one data set that counts: the task's own, or else the stand-in that most runs were made on."""
+    names = Counter(run.data for run in runs if run.data is not None)
+    if not names or any(run.data is None for run in runs):
+        return None
+    return max(sorted(names), key=lambda name: names[name])
+
+
+def _worth(run: Run) -> tuple[bool, str, str]:
+    """Float32 counts before all others, and of repeated runs the latest."""
+    return run.precision == "float32", run.precision, run.finished
 
 
 #: What JSON calls the kinds of values that a record has.

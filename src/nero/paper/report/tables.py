@@ -46,7 +46,9 @@ def index(runs: Runs) -> str:
                 f"{facts.shows} ({facts.where})",
                 f"`nero sweep {task}`",
                 _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else ""),
-                "; ".join(map("{}: {}".format, names, ours)) if set(ours) != {NOT_RUN} else _none(facts, runs),
+                _on(facts, runs, "; ".join(map("{}: {}".format, names, ours)))
+                if set(ours) != {NOT_RUN}
+                else _none(facts, runs),
                 "; ".join(map("{}: {}".format, names, theirs)) + other,
             )
         )
@@ -65,7 +67,7 @@ def table_1(runs: Runs) -> str:
         rows = {row.optimiser: row for row in facts.finals}
         words = _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else "")
         lines.append((facts.row, words, "ours", *(_ours(facts, runs, rows[name]) for name in COLUMNS)))
-        theirs = [_with_spread(rows[name].mean, rows[name].spread) for name in COLUMNS]
+        theirs = [_with_spread(*facts.printed.get(name, rows[name][3:])) for name in COLUMNS]
         lines.append(("", "" if facts.comparable else facts.other, "paper", *theirs))
     return _markdown(("task", "measure", "whose", *map(name_of, COLUMNS)), lines, left=3)
 
@@ -90,7 +92,9 @@ def seeds(facts: Published, runs: Runs) -> str:
         )
     theirs = (facts.whose, "difference", "in spreads") if facts.comparable else (f"{facts.whose}: {facts.other}",)
     header = (_who(facts), "rate", *(f"seed {seed}" for seed in numbers), "ours")
-    return _markdown((*header, *theirs, "precision"), lines)
+    name = runs.stand_in(facts.task)
+    told = f"On {name}, a stand-in for {facts.task}.\n\n" if name else ""
+    return told + _markdown((*header, *theirs, "precision"), lines)
 
 
 def _tuned(row: Final, runs: Runs) -> list[Final]:
@@ -193,6 +197,12 @@ def _ours(facts: Published, runs: Runs, row: Final) -> str:
         return _over_seeds([run.final(facts.measure) for run in by_seed.values()], lost)
     elsewhere = ", ".join(f"{rate:g}" for rate in runs.rates(row))
     return f"{NOT_RUN} (but at {elsewhere})" if elsewhere else NOT_RUN
+
+
+def _on(facts: Published, runs: Runs, text: str) -> str:
+    """The text, and the stand-in that it is of, if it is of one."""
+    name = runs.stand_in(facts.task)
+    return f"{text} (on {name})" if name else text
 
 
 def _none(facts: Published, runs: Runs) -> str:

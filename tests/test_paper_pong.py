@@ -1,6 +1,7 @@
 """The task that is a game: what PPO reckons, what becomes of episodes that end, and runs that are broken off."""
 
 import math
+import queue
 import random
 import signal
 import sys
@@ -376,7 +377,7 @@ def test_what_is_not_installed_is_named(missing, monkeypatch):
             raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setitem(sys.modules, "ale_py.vector_env", Broken("ale_py.vector_env"))
-    with pytest.raises(DataError, match=f"Pong needs {missing}: pip install 'nero-optim\\[paper\\]'"):
+    with pytest.raises(DataError, match=f"Pong needs {missing} .*: pip install 'nero-optim\\[paper\\]'"):
         load("pong")
 
 
@@ -482,6 +483,36 @@ def test_nero_runs_pong_and_goes_on(pong, tmp_path, monkeypatch):
     store.save(played(SHORT, settings, pong, until=80))
     resumed = played(SHORT, settings, pong, store.begin(SHORT, settings, pong.device))
     assert store.finish(resumed)["curve"] == whole["curve"]
+
+
+def test_an_emulator_that_cannot_start_is_told_in_a_line(monkeypatch):
+    import ale_py.vector_env
+
+    def refused(*_, **__):
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(ale_py.vector_env, "AtariVectorEnv", refused)
+    game = load("pong")
+    with pytest.raises(DataError, match=r"cannot start Pong \(RuntimeError: Resource temporarily .*: install it anew"):
+        game.play(2, seed=0)
+
+
+def test_whoever_was_stopped_waits_a_little_longer(monkeypatch):
+    """A process that the user stopped finds its time up when it goes on, and the game has had none either."""
+    asked = []
+
+    class Late(queue.SimpleQueue):
+        def get(self, block=True, timeout=None):
+            asked.append(timeout)
+            if timeout is not None and len(asked) == 1:
+                raise queue.Empty
+            return super().get(block, timeout)
+
+    games = ECHO.play(2, seed=0)
+    monkeypatch.setattr(games, "_answers", Late())
+    games._answers.put("answer")
+    assert games._answer() == "answer"
+    assert asked == [arcade.PATIENCE, arcade.PATIENCE / 4]
 
 
 @pytest.mark.gpu

@@ -387,6 +387,7 @@ def test_the_rate_rises_for_an_epoch_and_falls_as_a_cosine():
 def test_the_task_is_as_the_paper_ran_it():
     """Number by number, from its appendix and shared/paper/settings.md."""
     assert (TASK.batch, TASK.epochs, TASK.metric, TASK.grid) == (400, 90, "test_accuracy", ())
+    assert "about matches SGD" in TASK.title
     assert {name: (each.optimiser, each.best, dict(each.options)) for name, each in TASK.contenders.items()} == {
         "nero": ("nero", 0.01, {}),
         "nero-tuned": (
@@ -521,6 +522,7 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("made-3-classes-18-images, a stand-in for ImageNet: 18 images of 3 classes") == 1
     assert two.stdout.count("images a second, start included, and ") == 2
+    assert "nero-tuned: the paper has 0.02 as its best" in two.stdout  # and no grid was searched
     assert len(list((tmp_path / "two" / "tensorboard").rglob("events*"))) == 2
     monkeypatch.setitem(TASKS, "imagenet", TASK)  # which is put back
     monkeypatch.setattr(sys, "argv", [])

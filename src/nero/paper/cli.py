@@ -101,7 +101,7 @@ def sweep(
     for name, rate in best.items():
         papers = chosen.contenders[name].best
         searched = f"best of the grid is {rate:g}; the paper's is {papers:g}"
-        console.print(f"{name}: {searched if grid else f'the paper has {papers:g} as its best'}")
+        console.print(f"{name}: {searched if grid and chosen.grid else f'the paper has {papers:g} as its best'}")
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 90 epochs in batches of 400: one of linear warm-up, step by step, then 89 of cosine annealing. SGD has momentum 0.9,
 and weight decay 0.0001 of all parameters or none. Nero tuned has σ_b = 1 and gains that a quadratic penalty pulls to
-one. The paper searched no grid here, and does not say how strong the penalty was.
+one. The paper names no grid here, and does not say how strong the penalty was.
 """
 
 from torch import nn
@@ -25,7 +25,7 @@ def looked_at(model: nn.Module, data: Dataset) -> dict[str, float]:  # noqa: ARG
 task = Task(
     name="imagenet",
     shows="Figure 9",
-    title="Nero can be regularised: tuned, it matches SGD with weight decay",
+    title="Nero can be regularised: tuned, it about matches SGD with weight decay",
     dataset="imagenet",
     model=resnet50,
     contenders={

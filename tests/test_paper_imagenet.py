@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -129,7 +130,7 @@ def break_in(folder: Path, what: str) -> Path:
         ("val", "val", "does not exist: put the images to test on there"),
         ("val/b", "val/b", "has no images .*: unpack that class again"),
         ("train/b", "train", "has no class b: both parts must have the same classes"),
-        ("train/a/1.JPEG", "train/a/1.JPEG", "does not decode .*: unpack it again, or remove it"),
+        ("train/a/1.JPEG", "train/a/1.JPEG", "does not decode .*: put a good copy there, and the same command goes on"),
         ("val/a/1.JPEG", "val/a/1.JPEG", "does not decode"),
     ],
 )
@@ -254,6 +255,33 @@ def test_processes_read_and_say_what_is_wrong(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(BrokenProcessPool):
         streamed.readers.submit(int)
     streamed.readers.close()
+
+
+def test_readers_outlive_what_stops_the_process_that_trains():
+    """A signal to all of a job, of which the one that trains makes the best."""
+    who = Readers(1)
+    others = [readers.result(who.submit(which)) for which in (os.getpid, os.getppid)]  # a reader, and who started it
+    assert os.getpid() not in others
+    before = signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        for other in others:
+            os.kill(other, number)
+        assert readers.result(who.submit(os.getpid)) == others[0]
+    assert signal.getsignal(signal.SIGTERM) == before
+    who.close()
+
+
+def test_grey_of_sixteen_bits_is_brought_to_eight(tmp_path: Path):
+    values = [0, 255, 256, 300, 32_768, 65_535]
+    deep = Image.new("I;16", (3, 2))
+    deep.putdata(values)
+    for name in ("deep.png", "whole.tiff"):
+        (deep if name == "deep.png" else deep.convert("I")).save(tmp_path / name)
+        assert [*readers.whole([str(tmp_path / name)], 2, 3)] == [value // 256 for value in values for _ in range(3)]
+    for mode, value in (("I", 70_000), ("I", -1), ("F", 0.5)):
+        Image.new(mode, (3, 2), value).save(tmp_path / "odd.tiff")
+        with pytest.raises(DataError, match=f"odd.tiff does not decode .its pixels are of mode {mode}"):
+            readers.whole([str(tmp_path / "odd.tiff")], 2, 3)
 
 
 def test_readers_suit_the_machine(monkeypatch: pytest.MonkeyPatch):

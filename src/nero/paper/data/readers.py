@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import forkserver
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -47,6 +49,8 @@ class Readers:
         if self._pool is None:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["__main__", __name__])
+            with _sigterm_ignored():
+                forkserver.ensure_running()
             self._pool = ProcessPoolExecutor(self.count, context, _settle)
         return self._pool.submit(work, *arguments, **options)
 
@@ -72,6 +76,8 @@ def result(future: Future[T]) -> T:
     try:
         return future.result()
     except BrokenProcessPool as error:
+        for other in multiprocessing.active_children():
+            other.kill()  # the pool asks them by SIGTERM, and waits
         raise DataError(
             "a process that reads images died, perhaps for want of memory: run the same command again, "
             "and it goes on from what was kept"
@@ -151,13 +157,38 @@ def _opened(path: str) -> "Image":
 
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            return _deep(image) if image.mode.startswith(("I", "F")) else image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _unreadable(path, error) from error
 
 
+def _deep(image: "Image") -> "Image":
+    """Grey of 16 bits in bytes, by the higher of the two, as Pillow does it to colours; it would clip these."""
+    numbers = image.convert("I")
+    extrema: Any = numbers.getextrema()
+    if image.mode == "F" or extrema[0] < 0 or extrema[1] >= 2**16:
+        raise ValueError(f"its pixels are of mode {image.mode}, and not whole numbers of 16 bits")
+    return numbers.point(lambda value: value * (1 / 256)).convert("RGB")
+
+
 def _unreadable(path: str, error: Exception) -> DataError:
-    return DataError(f"{path} does not decode ({error}): unpack it again, or remove it, and run again")
+    return DataError(
+        f"{path} does not decode ({error}): put a good copy there, and the same command goes on from what was kept; "
+        "if it is removed, a new run begins"
+    )
+
+
+@contextmanager
+def _sigterm_ignored() -> Iterator[None]:
+    """For what is started meanwhile: whoever ends a job tells every process of it, and without a server none reads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where signals cannot be set
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _end_with_parent() -> None:
@@ -169,7 +200,8 @@ def _end_with_parent() -> None:
 
 def _settle() -> None:
     """Whoever interrupts means the process that trains, which is to stop between two steps; if it dies, so do these."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="PIL")  # of odd remarks in an image's head, image by image

@@ -25,9 +25,10 @@ from rich.console import Console
 import nero
 from nero.paper import baselines, cli, peers
 from nero.paper.data import DataError, classes, crops, load, photos, readers
-from nero.paper.data.classes import find
+from nero.paper.data.classes import Classes, Listing, find
 from nero.paper.data.photos import Held, Streamed, kept_or_read
 from nero.paper.data.readers import Readers
+from nero.paper.loops import supervised
 from nero.paper.loops.captured import Captured
 from nero.paper.loops.supervised import Supervised
 from nero.paper.models.resnet import resnet50
@@ -102,12 +103,41 @@ def test_both_layouts_are_read_and_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert [Path(file).read_bytes() for file in plain.train.files + plain.test.files] == [
         Path(file).read_bytes() for file in tiny.train.files + tiny.test.files
     ]
-    assert plain.name == "My-photos-3-classes-12-images"
-    monkeypatch.setitem(classes.KNOWN, (3, 12, 6), "three")
-    assert find(tmp_path).name == "three"  # in the folder that holds it, too
+    assert re.fullmatch(r"My-photos-3-classes-12-images-of-32-[0-9a-f]{8}", plain.name(32))
+    monkeypatch.setitem(classes.KNOWN, (3, 12, 6, 32), "three")
+    assert find(tmp_path).name(32) == "three"  # in the folder that holds it, too
     monkeypatch.setattr(readers, "default_count", lambda _: 0)
     data = load("imagenet", tmp_path)
     assert (data.name, data.examples, data.sizes) == ("three", 12, {"classes": 3})
+
+
+def test_a_name_is_of_these_images_and_of_no_others(tmp_path: Path):
+    names = [find(made(tmp_path / str(place) / "made")).name(32) for place in range(5)]
+    assert len(set(names)) == 1  # wherever they are
+    (tmp_path / "1/made/val/a/1.JPEG").unlink()
+    (tmp_path / "2/made/train/a/1.JPEG").rename(tmp_path / "2/made/train/a/01.JPEG")
+    (tmp_path / "3/made/val/b/1.JPEG").rename(tmp_path / "3/made/val/c/5.JPEG")
+    changed = [find(tmp_path / str(place) / "made").name(32) for place in range(4)]
+    assert changed[0] == names[0]
+    assert len({*changed, find(tmp_path / "4/made").name(64)}) == 5
+    long = made(tmp_path / ("long" * 50), train=1, test=1)
+    assert len(find(long).name(32)) < 90
+
+
+@pytest.mark.parametrize(
+    ("numbers", "short", "name"),
+    [
+        ((1000, 1_281_167, 50_000), 256, "imagenet"),
+        ((1000, 1_281_167, 50_000), 64, "made-1000-classes-"),
+        ((200, 100_000, 10_000), 64, "tiny-imagenet"),
+        ((200, 100_000, 9_999), 64, "made-200-classes-"),
+        ((200, 100_000, 10_000), 256, "made-200-classes-"),
+    ],
+)
+def test_only_what_is_imagenet_in_all_its_numbers_is_called_so(numbers, short: int, name: str):
+    count, *parts = numbers
+    train, test = (Listing(["a.JPEG"] * size, [0] * size) for size in parts)
+    assert Classes(Path("made"), tuple(map(str, range(count))), train, test).name(short).startswith(name)
 
 
 def break_in(folder: Path, what: str) -> Path:
@@ -159,6 +189,8 @@ def test_more_that_is_missing_or_broken(tmp_path: Path, monkeypatch: pytest.Monk
     list_of.unlink()
     with pytest.raises(DataError, match="val has no class a"):
         find(tiny)
+    with pytest.raises(DataError, match=r"alone has one class alone, a: put the images of another into train and val"):
+        find(made(tmp_path / "alone", names="a"))
     empty = tmp_path / "empty"
     (empty / "train").mkdir(parents=True)
     with pytest.raises(DataError, match="has no folders of classes"):
@@ -190,21 +222,42 @@ def test_images_are_kept_as_they_are_in_squares_of_seven_eighths(tmp_path: Path)
 
 
 def test_what_does_not_fit_is_read_and_looks_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    held = kept(made(tmp_path, size=(300, 280)))
+    held = kept(made(tmp_path, size=(300, 256)))
     streamed = read(tmp_path, monkeypatch).to("cpu")
     assert held.short == streamed.short == 256
     monkeypatch.setattr(photos, "LOOK", 4)
-    step = 1.6 / 255 / min(photos.STD)  # Pillow rounds to bytes after rows and after columns
     for (one, labels), (other, same) in zip(held.batches("test"), streamed.batches("test"), strict=True):
         assert one.shape[2:] == (224, 224)
-        torch.testing.assert_close(one, other, rtol=0, atol=step)
+        torch.testing.assert_close(one, other)
         assert labels.tolist() == same.tolist()
         assert other.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_large_images_are_read_and_brought_to_256(tmp_path: Path):
+    data = kept_or_read(find(made(tmp_path, names="ab", train=2, test=1, size=(300, 257))), Readers(0))
+    assert isinstance(data, Streamed)
+    assert (data.short, data.crop) == (256, 224)
+    ((inputs, _),) = data.batches("test")
+    assert inputs.shape == (2, 3, 224, 224)
+
+
+def test_one_odd_image_does_not_decide_the_crop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = made(tmp_path, names="ab")
+    for name in "ab":
+        image(folder / "train" / name / "9.JPEG", (200, 200))  # the last of each class
+    assert kept_or_read(find(folder), Readers(0)).short == 32
+    seen = []
+    monkeypatch.setattr(photos, "SAMPLE", 5)
+    monkeypatch.setattr(readers, "size_of", lambda file: seen.append(file) or (32, 32))
+    assert isinstance(kept_or_read(find(folder), Readers(0)), Streamed)
+    assert [str(Path(file).relative_to(folder / "train")) for file in seen] == [
+        f"{each}.JPEG" for each in ("a/0", "a/2", "a/9", "b/1", "b/3")
+    ]
+
+
 def test_images_of_many_sizes_are_read(tmp_path: Path):
     folder = made(tmp_path)
-    image(folder / "train" / "b" / "1.JPEG", (24, 50))  # which is met while the others are decoded
+    image(folder / "val" / "b" / "1.JPEG", (24, 50))  # which is met while the others are decoded
     data = kept_or_read(find(folder), Readers(0))
     assert isinstance(data, Streamed)
     assert data.crop == 28
@@ -347,8 +400,24 @@ def test_cut_is_pillows_crop_and_resize(shape: tuple[int, int], into: int, devic
         picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else picture
         theirs = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(into, into, 3)
         assert (ours - theirs).abs().max() < 1.6  # it rounds to bytes twice
-    whole = crops.cut(pixels, None, shape)
-    torch.testing.assert_close(whole, pixels.float(), rtol=0, atol=1e-4)
+    whole = torch.tensor([[0, 0, *shape]] * 40)
+    shown = crops.cut(pixels, whole, shape, torch.zeros(40, dtype=torch.bool))
+    torch.testing.assert_close(shown, pixels.float(), rtol=0, atol=1e-4)
+
+
+def test_what_is_cut_together_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    pixels = torch.randint(256, (7, 8, 9, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(1)
+    boxes, flips = crops.random_boxes(7, 8, 9, generator), crops.random_flips(7, generator)
+    together = crops.cut(pixels, boxes, (4, 4), flips)
+    sizes = []
+    weights = crops._weights
+    monkeypatch.setattr(crops, "_weights", lambda *each: sizes.append(len(each[0])) or weights(*each))
+    for bound, pieces in ((3 * 8 * 9 * 3, [3, 3, 3, 3, 1, 1]), (1, [1] * 14)):
+        monkeypatch.setattr(crops, "TOGETHER", bound)
+        torch.testing.assert_close(crops.cut(pixels, boxes, (4, 4), flips), together)
+        assert sizes == pieces
+        sizes.clear()
 
 
 def test_readers_crop_at_random_as_batches_do(tmp_path: Path):
@@ -475,11 +544,11 @@ def test_every_contender_trains_and_says_on_what(tmp_path: Path, contender: str)
         assert not torch.equal(value, was)
     assert nero.is_balanced(training.model) == contender.startswith("nero")
     found = Store(tmp_path).finish(training)
-    assert (found["data"], found["classes"], found["crop"]) == ("made-2-classes-6-images", 2, 56)
+    assert (found["data"], found["classes"], found["crop"]) == (data.name, 2, 56)
     assert found["processes"] == 1
     assert (found["options"], found["batch"]) == (dict(TASK.contenders[contender].options), 4)
     assert found["curve"]["test_accuracy"][0] in [index / 4 for index in range(5)]
-    name = f"{contender}-lr{settings.lr}-seed0-epochs1-made-2-classes-6-images.json"
+    name = f"{contender}-lr{settings.lr}-seed0-epochs1-{data.name}.json"
     assert json.loads((tmp_path / "imagenet" / name).read_text()) == found
 
 

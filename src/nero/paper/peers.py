@@ -54,6 +54,20 @@ def joined(place: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def for_each() -> str:
+    """What there is to add to a number that is of this process alone, for people."""
+    return f" for each of {count()} processes" if count() > 1 else ""
+
+
+def alike(what: object) -> bool:
+    """Whether every process has an equal one; they wait for each other, and all get the same answer."""
+    if count() == 1:
+        return True
+    found: list[object] = [None] * count()
+    dist.all_gather_object(found, what)
+    return all(each == found[0] for each in found)
+
+
 def wait() -> None:
     """Until all have come here."""
     if count() > 1:

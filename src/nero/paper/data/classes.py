@@ -4,6 +4,8 @@
 ``train/<class>/images/*.JPEG``, ``val/images/*.JPEG`` and ``val/val_annotations.txt``.
 """
 
+import hashlib
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from nero.paper.data.errors import DataError
 
 ENDINGS = (".jpeg", ".jpg", ".png")
 ANNOTATIONS = "val_annotations.txt"
-#: Data sets by their numbers of classes, of images to train on, and of others.
-KNOWN = {(1000, 1_281_167, 50_000): "imagenet", (200, 100_000, 10_000): "tiny-imagenet"}
+#: Data sets by their numbers of classes, of images to train on, of others, and of pixels of a shorter side.
+KNOWN = {(1000, 1_281_167, 50_000, 256): "imagenet", (200, 100_000, 10_000, 64): "tiny-imagenet"}
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,37 @@ class Classes:
     """What a folder of classes holds.
 
     Attributes:
-        name: of the data set: one that is known by its numbers, or else the folder's, with the numbers.
+        folder: that holds them.
         classes: their names, in the order of their labels.
         train: what networks are trained on.
         test: the validation set, which they are tested on.
     """
 
-    name: str
+    folder: Path
     classes: tuple[str, ...]
     train: Listing
     test: Listing
+
+    def name(self, short: int) -> str:
+        """Of the data set: one that is known by its numbers, or else the folder's, and what tells it from others.
+
+        Args:
+            short: what the shorter side of an image is brought to, to test on.
+        """
+        numbers = (len(self.classes), len(self.train.files), len(self.test.files), short)
+        plain = re.sub(r"[^\w.-]+", "-", self.folder.resolve().name)[:40]
+        return KNOWN.get(numbers) or f"{plain}-{numbers[0]}-classes-{numbers[1]}-images-of-{short}-{self._digest()}"
+
+    def _digest(self) -> str:
+        """Of which images there are, by the names of their classes and files, wherever the folder is."""
+        listed = [
+            [
+                (self.classes[label], file.rpartition(os.sep)[2])
+                for file, label in zip(part.files, part.labels, strict=True)
+            ]
+            for part in (self.train, self.test)
+        ]
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:8]
 
 
 def find(folder: Path) -> Classes:
@@ -66,8 +89,9 @@ def find(folder: Path) -> Classes:
                 f"{place / where} has no class {missing[0]}{_and_more(missing)}: both parts must have the same classes"
             )
     classes = tuple(sorted(train))
-    listings = _listing(train, classes), _listing(test, classes)
-    return Classes(_name(place, len(classes), *listings), classes, *listings)
+    if len(classes) == 1:
+        raise DataError(f"{place} has one class alone, {classes[0]}: put the images of another into train and val")
+    return Classes(place, classes, _listing(train, classes), _listing(test, classes))
 
 
 def _by_class(part: Path) -> dict[str, list[str]]:
@@ -111,13 +135,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _listing(found: dict[str, list[str]], classes: tuple[str, ...]) -> Listing:
     pairs = [(file, label) for label, name in enumerate(classes) for file in found[name]]
     return Listing([file for file, _ in pairs], [label for _, label in pairs])
-
-
-def _name(place: Path, classes: int, train: Listing, test: Listing) -> str:
-    plain = re.sub(r"[^\w.-]+", "-", place.resolve().name)
-    return KNOWN.get(
-        (classes, len(train.files), len(test.files)), f"{plain}-{classes}-classes-{len(train.files)}-images"
-    )
 
 
 def _and_more(names: list[str]) -> str:

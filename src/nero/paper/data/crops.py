@@ -9,6 +9,8 @@ from torch import Tensor
 SHARE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 #: How many boxes are drawn for an image; if none of them lies within it, the largest in its middle is taken.
 TRIES = 10
+#: How many numbers of images are cut together at most, in float32.
+TOGETHER = 2**27
 
 
 def random_boxes(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
@@ -48,7 +50,7 @@ def random_flips(count: int, generator: torch.Generator) -> Tensor:
     return torch.rand(count, generator=generator, device=generator.device) < 0.5
 
 
-def cut(pixels: Tensor, boxes: Tensor | None, size: tuple[int, int], flips: Tensor | None = None) -> Tensor:
+def cut(pixels: Tensor, boxes: Tensor, size: tuple[int, int], flips: Tensor) -> Tensor:
     """The boxes of images, all brought to one size, and some of them mirrored.
 
     As Pillow's bilinear ``crop(box).resize(size)``, which averages where the image becomes smaller, but for its
@@ -56,7 +58,7 @@ def cut(pixels: Tensor, boxes: Tensor | None, size: tuple[int, int], flips: Tens
 
     Args:
         pixels: uint8 (N, H, W, C).
-        boxes: (N, 4): top, left, height, width; None: all of each image.
+        boxes: (N, 4): top, left, height, width.
         size: height and width to bring them to.
         flips: (N,), whether to mirror.
 
@@ -68,14 +70,13 @@ def cut(pixels: Tensor, boxes: Tensor | None, size: tuple[int, int], flips: Tens
         >>> cut(pixels, torch.tensor([[0, 1, 2, 2]]), (2, 2), torch.tensor([True])).flatten().tolist()
         [2.0, 1.0, 6.0, 5.0]
     """
-    count, height, width, _ = pixels.shape
-    if boxes is None:
-        zero = torch.zeros(count, device=pixels.device)
-        boxes = torch.stack([zero, zero, zero + height, zero + width], 1)
+    count, height, width, channels = pixels.shape
+    if count > (some := max(1, TOGETHER // (height * width * channels))):
+        pieces = zip(*(torch.split(each, some) for each in (pixels, boxes, flips)), strict=True)
+        return torch.cat([cut(piece, within, size, mirrored) for piece, within, mirrored in pieces])
     top, left, high, wide = boxes.float().unbind(1)
     rows, columns = _weights(top, high, height, size[0]), _weights(left, wide, width, size[1])
-    if flips is not None:
-        columns = torch.where(flips[:, None, None], columns.flip(1), columns)
+    columns = torch.where(flips[:, None, None], columns.flip(1), columns)
     return torch.einsum("nyh,nhwc,nxw->nyxc", rows, pixels.float(), columns).contiguous()
 
 

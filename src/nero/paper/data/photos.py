@@ -33,6 +33,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHORT = 256
 #: The bytes of decoded images that are kept in memory at most.
 ROOM = 8 * 2**30
+#: Of how many images, from all over the classes, the sizes tell what the others are like.
+SAMPLE = 60
 #: How many images are looked at together, and how many a reader takes at a time.
 LOOK, PIECE = 500, 32
 #: How many batches are under way before they are asked for.
@@ -161,7 +163,7 @@ class Photos(ABC):
             f"{name}: {self.counts[0]:,} images of {len(self.classes):,} classes to train on, {self.counts[1]:,} to "
             f"test on, in squares of {self.crop}, {self.kept}"
         )
-        return text if self.rate is None else f"{text}; {self.rate:,.0f} a second can be made ready"
+        return text if self.rate is None else f"{text}; {self.rate:,.0f} a second can be made ready{peers.for_each()}"
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -175,7 +177,7 @@ class Photos(ABC):
 
 @dataclass(frozen=True)
 class Held(Photos):
-    """Images of one size, decoded and on the device.
+    """Images of one size, decoded and on the device; their shorter side is what it is brought to, to test on.
 
     Attributes:
         train, test: uint8 (N, H, W, 3) and int64 (N,).
@@ -218,13 +220,12 @@ class Held(Photos):
 
     def batches(self, part: str) -> Iterator[Batch]:
         pixels, labels = getattr(self, part)
-        height, width = pixels.shape[1:3]
-        size, (top, left) = readers.middle(height, width, self.short, self.crop)
+        _, height, width, _ = pixels.shape
+        _, (top, left) = readers.middle(height, width, self.short, self.crop)
         for start in range(0, len(labels), LOOK):
             which = peers.share(start, start + LOOK)
             if len(labels[which]):
-                resized = cut(pixels[which], None, size)
-                middle = resized[:, top : top + self.crop, left : left + self.crop]
+                middle = pixels[which, top : top + self.crop, left : left + self.crop]
                 yield self._normalised(middle), labels[which]
 
 
@@ -310,24 +311,26 @@ def imagenet(folder: Folder) -> Photos:
 
 
 def kept_or_read(found: Classes, who: Readers) -> Photos:
-    """Photographs decoded at once if all are of one size and there is room for them, else read as they are needed."""
+    """Photographs decoded at once if all are small, of one size and not too many, else read as they are needed."""
     if find_spec("PIL") is None:
         raise DataError("images are decoded by Pillow, which is not there: pip install 'nero-optim[paper]'")
-    firsts = {label: file for file, label in zip(found.train.files, found.train.labels, strict=True)}
-    seen = [readers.size_of(file) for file in firsts.values()]
-    short = min(SHORT, int(statistics.median(min(size) for size in seen)))
-    needed = (len(found.train.files) + len(found.test.files)) * seen[0][0] * seen[0][1] * 3
-    if len(set(seen)) == 1 and needed <= ROOM:
+    files = found.train.files
+    some = min(SAMPLE, len(files))
+    seen = [readers.size_of(files[each * len(files) // some]) for each in range(some)]
+    short = min(SHORT, statistics.median_low(min(size) for size in seen))
+    named = found.name(short), found.classes, short, who
+    needed = (len(files) + len(found.test.files)) * seen[0][0] * seen[0][1] * 3
+    if set(seen) == {seen[0]} and min(seen[0]) <= SHORT and needed <= ROOM:
         start = time.perf_counter()
         try:
             train, test = (_decoded(listing, *seen[0], who) for listing in (found.train, found.test))
         except OtherSize:
             pass
         else:
-            return Held(found.name, found.classes, short, who, train, test, time.perf_counter() - start)
+            return Held(*named, train, test, time.perf_counter() - start)
         finally:
             who.close()
-    return Streamed(found.name, found.classes, short, who, found.train, found.test, torch.device("cpu"))
+    return Streamed(*named, found.train, found.test, torch.device("cpu"))
 
 
 def _decoded(listing: Listing, height: int, width: int, who: Readers) -> Batch:

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -594,30 +596,35 @@ def sweep_together(*arguments: str) -> None:
         torch.save(model.state_dict(), Path(arguments[-1]) / f"weights{peers.rank()}")
         return {"processes": peers.count()}
 
-    TASKS["imagenet"] = replace(TASK, model=partial(shallow, norm=False), batch=5, verdict=verdict)
+    TASKS["imagenet"] = replace(TASK, model=partial(shallow, norm=False), batch=7, verdict=verdict)
     sys.argv = ["nero", *arguments]
     cli.main()
 
 
-def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The whole command; one of the two tells and writes."""
-    made(tmp_path / "made", train=6)  # batches of five and a last one of three: shares of three and two, two and one
-    image(tmp_path / "made" / "val" / "a" / "2.JPEG")  # and of four and three to look at
-    here = Path(__file__)
-    script = tmp_path / "script.py"
+def together(folder: Path, what: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Have two processes do what is a call of a function here."""
+    here, script = Path(__file__), folder / "script.py"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(here.parent)!r})\nfrom {here.stem} import sweep_together\n"
-        "if __name__ == '__main__': sweep_together(*sys.argv[1:])\n"
+        f"import sys; sys.path.insert(0, {str(here.parent)!r})\nfrom {here.stem} import *\n"
+        f"if __name__ == '__main__': {what}\n"
     )
-    arguments = ["sweep", "imagenet", "--optimiser", "nero-tuned", "--optimiser", "sgd-decay", "--seeds", "1"]
-    arguments += ["--epochs", "2", "--device", "cpu", "--data", str(tmp_path / "made"), "--out"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    two = subprocess.run(
-        [*torchrun, *arguments, str(tmp_path / "two")],
+    return subprocess.run(
+        [*torchrun, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole command; one of the two tells and writes."""
+    made(tmp_path / "made")  # a batch of seven and a last one of five: shares of four and three, three and two
+    image(tmp_path / "made" / "val" / "a" / "2.JPEG")  # and of four and three to look at
+    arguments = ["sweep", "imagenet", "--optimiser", "nero-tuned", "--optimiser", "sgd-decay", "--seeds", "1"]
+    arguments += ["--epochs", "2", "--device", "cpu", "--data", str(tmp_path / "made"), "--out"]
+    two = together(tmp_path, "sweep_together(*sys.argv[1:])", *arguments, str(tmp_path / "two"))
     assert two.returncode == 0, two.stderr
-    assert two.stdout.count("made-3-classes-18-images, a stand-in for ImageNet: 18 images of 3 classes") == 1
+    assert two.stdout.count(", a stand-in for ImageNet: 12 images of 3 classes") == 1
+    assert two.stdout.count(" can be made ready for each of 2 processes\n") == 3
     assert two.stdout.count("images a second, start included, and ") == 2
     assert "nero-tuned: the paper has 0.02 as its best" in two.stdout  # and no grid was searched
     assert len(list((tmp_path / "two" / "tensorboard").rglob("events*"))) == 2
@@ -640,12 +647,14 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_several_processes_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = kept(made(tmp_path))
-    training = Supervised(SMALL, SMALL.settings("nero"), data)
-    state = training.state()
+    task = replace(SMALL, batch=6)
+    state = Supervised(task, task.settings("nero"), data).state()
     monkeypatch.setattr(peers, "count", lambda: 3)
     with pytest.raises(SettingError, match="begun by 1 processes, and now there are 3: start 1 again"):
-        Supervised(SMALL, SMALL.settings("nero"), data, state)
-    with pytest.raises(SettingError, match="the last batch has 2 examples for 3 processes: start 2 or fewer"):
+        Supervised(task, task.settings("nero"), data, state)
+    with pytest.raises(
+        SettingError, match="a batch has 5 images for 3 processes, which need two each: start 2 or fewer"
+    ):
         Supervised(replace(SMALL, batch=5), SMALL.settings("nero"), data)
     for task, beside, says in (
         (TASKS["mnist-deep"], 1, "mnist-deep is trained by one process: start it without torchrun"),
@@ -654,6 +663,63 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path, monkeypatch: p
         workplace = cli._workplace(task, tmp_path, "cpu", tmp_path, "float32", beside)
         with pytest.raises(SettingError, match=says):
             workplace.__enter__()
+
+
+def stand_apart(told: Path) -> None:
+    """What each of two processes does that stand at different places, in different ways."""
+    with peers.joined(torch.device("cpu")):
+        data = kept(told / "made")
+        task = replace(SMALL, model=shallow)
+        settings = task.settings("nero", epochs=2)
+        training = Supervised(task, settings, data)
+        states = [training.state() for _ in range(2)]
+        states[0]["epoch"] = 1
+        next(iter(states[1]["model"].values()))[0] += 1e-6
+        mine = peers.rank() == 1
+        tries = [(settings, state if mine else None) for state in states]
+        tries.append((replace(settings, lr=0.5) if mine else settings, None))
+        said = []
+        for wanted, state in tries:
+            with pytest.raises(SettingError, match="do not all stand where this one does") as error:
+                Supervised(task, wanted, data, state)
+            said.append(str(error.value))
+        with (
+            patch.object(peers, "joined", lambda _: nullcontext()),
+            patch.object(Store, "record", lambda *_: {} if mine else None),  # one of them finds its run done
+            pytest.raises(SettingError, match=r"not have the same runs to make: .* see the same --out"),
+            cli._workplace(task, told / "made", "cpu", told / "out", "float32", 1) as runs,
+        ):
+            runs([settings])
+        (told / f"told{peers.rank()}").write_text("\n".join(said))
+
+
+def test_processes_that_stand_at_different_places_say_so_all(tmp_path: Path):
+    made(tmp_path / "made", names="ab", train=2, test=1)
+    told = together(tmp_path, "stand_apart(Path(sys.argv[1]))", str(tmp_path))
+    assert told.returncode == 0, told.stderr
+    first, second = ((tmp_path / f"told{rank}").read_text().splitlines() for rank in range(2))
+    assert len(first) == len(second) == 3
+    assert "at epoch 0, step 0 of nero-lr0.01-seed0-epochs2: start all by the same command" in first[0]
+    assert "at epoch 1, step 0 of" in second[0]
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "processes", "steps"),
+    [(13, 4, 1, 3), (14, 4, 1, 4), (12, 4, 1, 3), (15, 4, 2, 3), (16, 4, 2, 4), (11, 8, 2, 1), (12, 8, 2, 2)],
+)
+def test_a_last_batch_of_which_some_had_one_image_is_left_out(monkeypatch, images, batch, processes, steps):
+    monkeypatch.setattr(peers, "count", lambda: processes)
+    assert supervised._steps(replace(TASK, batch=batch), images) == steps
+    assert supervised._steps(replace(TASK, batch=batch, several=False), images) == math.ceil(images / batch)
+
+
+def test_batch_norm_meets_no_single_image_of_one_pixel(tmp_path: Path):
+    folder = made(tmp_path)
+    image(folder / "train" / "a" / "9.JPEG")  # the thirteenth, in batches of four
+    training = Supervised(SMALL, SMALL.settings("sgd", epochs=1), kept(folder))
+    while not training.finished:
+        training.advance()
+    assert training.steps_done == 3
 
 
 def test_onlookers_write_nothing(tmp_path: Path):

@@ -155,10 +155,18 @@ def _workplace(
             console.print(found.told)
             stand_in = found.name if found.name != task.dataset else None
         with Display(console, out, place) if first else nullcontext(Silence()) as watch:
+
+            def runs(asked: list[Settings]) -> list[dict[str, Any]]:
+                wanted = [replace(each, data=stand_in) for each in asked]
+                if peers.count() > 1 and not peers.alike([(each, store.record(task, each) is None) for each in wanted]):
+                    raise SettingError(
+                        "the processes do not have the same runs to make: start all by the same command, and let all "
+                        "see the same --out and --data"
+                    )
+                return train(task, wanted, found, store, watch, at_a_time)
+
             try:
-                yield lambda runs: train(
-                    task, [replace(each, data=stand_in) for each in runs], found, store, watch, at_a_time
-                )
+                yield runs
             except KeyboardInterrupt:
                 console.print("stopped: the same command goes on from what was kept")
                 raise SystemExit(130) from None

@@ -27,6 +27,7 @@ class Supervised(Training):
     on a stream of the run's own: runs that take turns at :meth:`advance` keep the GPU busy side by side.
     Several processes (:mod:`nero.paper.peers`) make every step together, each on its share of the batch, with the same
     gradient and so the same weights; batch norm sees the share alone, and its averages are the first process's.
+    That all begin at the same place is checked.
 
     Args:
         task: what to train on what.
@@ -36,11 +37,7 @@ class Supervised(Training):
     """
 
     def __init__(self, task: Task, settings: Settings, data: Dataset, state: dict[str, Any] | None = None) -> None:
-        super().__init__(task, settings, data.device, math.ceil(data.examples / task.batch))
-        if (last := data.examples % task.batch or task.batch) < peers.count():
-            raise SettingError(
-                f"the last batch has {last} examples for {peers.count()} processes: start {last} or fewer"
-            )
+        super().__init__(task, settings, data.device, _steps(task, data.examples))
         self.data = data
         self._parts = ("train", *data.parts)
         self.curve = {f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")}
@@ -48,6 +45,11 @@ class Supervised(Training):
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
         self._begin(state)
+        if peers.count() > 1 and not peers.alike((settings, self.epoch, self.step, self._digest())):
+            raise SettingError(
+                f"the processes do not all stand where this one does, at epoch {self.epoch}, step {self.step} of "
+                f"{task.name_of(settings)}: start all by the same command, and let all see the same --out and --data"
+            )
 
     def advance(self) -> None:
         """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
@@ -69,7 +71,8 @@ class Supervised(Training):
         if (rate := getattr(self.data, "rate", None)) is None:
             return ""
         trained = self.epoch * self.data.examples / self.seconds / peers.count()
-        return f"trains on {trained:,.0f} images a second, start included, and {rate:,.0f} can be made ready"
+        text = f"trains on {trained:,.0f} images a second, start included, and {rate:,.0f} can be made ready"
+        return text + peers.for_each()
 
     def verdict(self) -> dict[str, Any]:
         if self.task.verdict is None:
@@ -131,6 +134,11 @@ class Supervised(Training):
             self.generator.set_state(state["generator"])
             self.totals.copy_(state["totals"])
 
+    def _digest(self) -> int:
+        """A sum of the weights that is the same on every machine: of their bits."""
+        with self._on_stream():
+            return sum(int(each.detach().view(torch.int32).sum()) for each in self.model.parameters())
+
     def _begin_epoch(self) -> None:
         self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
         self._batches = self.data.epoch(self.task.batch, self.generator, self.task.augment)
@@ -191,6 +199,18 @@ class Supervised(Training):
                 logits = self.model(inputs)
             totals += _totals(logits, labels)
         return totals
+
+
+def _steps(task: Task, examples: int) -> int:
+    """How many an epoch has. A last batch is left out if some process had less than two of it, as batch norm needs."""
+    if not task.several:
+        return math.ceil(examples / task.batch)
+    least = 2 * peers.count()
+    if (most := min(examples, task.batch)) < least:
+        raise SettingError(
+            f"a batch has {most} images for {peers.count()} processes, which need two each: start {most // 2} or fewer"
+        )
+    return examples // task.batch + (examples % task.batch >= least)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

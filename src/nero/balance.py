@@ -181,9 +181,12 @@ def balance_after_step(
 
 @torch.no_grad()
 def initial_radius(parameter: Tensor, role: Role) -> Tensor:
-    """The norm each neuron comes with; 0.01 for one that comes with none."""
+    """The norm each neuron comes with; 0.01 for one that comes with none.
+
+    Finite entries may have a norm that is not: half of the largest number, then, from where a step can go on.
+    """
     size = norm(_wide(role.view(parameter)), role.axes)
-    return torch.where(size > 0, size, SCALE_AT_ORIGIN)
+    return torch.where(size > 0, size.clamp_max(torch.finfo(size.dtype).max / 2), SCALE_AT_ORIGIN)
 
 
 class CentredWeightNorm(nn.Module):

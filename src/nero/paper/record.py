@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -111,7 +110,7 @@ class Store:
     def keep(self, training: Training) -> None:
         """Write the files that a run has made by now beside its record."""
         for suffix, content in list(training.files.items()):
-            write_whole(self.path(training.task, training.settings, suffix), partial(_write, content))
+            write_bytes(self.path(training.task, training.settings, suffix), content)
             del training.files[suffix]
 
     def told(self, training: Training) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class Store:
         record = self.told(training)
         self.keep(training)  # its verdict may have made some
         line = json.dumps(record, allow_nan=False) + "\n"
-        write_whole(self.path(training.task, training.settings, ".json"), partial(_write, line.encode()))
+        write_bytes(self.path(training.task, training.settings, ".json"), line.encode())
         checkpoint = self.path(training.task, training.settings, ".checkpoint")
         for left in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*.part")):
             left.unlink(missing_ok=True)
@@ -194,8 +193,9 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         raise
 
 
-def _write(content: bytes, file: IO[bytes]) -> None:
-    file.write(content)
+def write_bytes(path: Path, content: bytes) -> None:
+    """Likewise, what is there already."""
+    write_whole(path, lambda file: file.write(content))
 
 
 def commit() -> str | None:

@@ -2,11 +2,9 @@
 
 import re
 import tempfile
-from functools import partial
 from pathlib import Path
-from typing import IO
 
-from nero.paper.record import StoreError, write_whole
+from nero.paper.record import StoreError, write_bytes
 from nero.paper.report import figures, tables
 from nero.paper.report.published import all_published
 from nero.paper.report.runs import Record, Runs
@@ -45,7 +43,7 @@ def report(records: list[Record], out: Path) -> list[Path]:
         figures.save(figures.draw(task, runs), figure)
         written.append(figure)
     for path, text in texts.items():
-        write_whole(path, partial(_write, text))
+        write_bytes(path, text.encode())
     return [*written, *texts]
 
 
@@ -56,10 +54,6 @@ def _check(out: Path) -> None:
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise StoreError(f"cannot write into {out}: {error.strerror}; name another folder by --out") from error
-
-
-def _write(text: str, file: IO[bytes]) -> None:
-    file.write(text.encode())
 
 
 def _page(path: Path, task: str, made: dict[str, str]) -> str:

@@ -45,7 +45,7 @@ def index(runs: Runs) -> str:
                 f"[{task}]({task}.md)",
                 f"{facts.shows} ({facts.where})",
                 f"`nero sweep {task}`",
-                _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else ""),
+                _measured(facts),
                 _on(facts, runs, "; ".join(map("{}: {}".format, names, ours)))
                 if set(ours) != {NOT_RUN}
                 else _none(facts, runs),
@@ -65,8 +65,7 @@ def table_1(runs: Runs) -> str:
         if facts.row is None:
             continue
         rows = {row.optimiser: row for row in facts.finals}
-        words = _measures(facts)[facts.measure] + (", %" if _measures(facts) is SHARES else "")
-        lines.append((facts.row, words, "ours", *(_ours(facts, runs, rows[name]) for name in COLUMNS)))
+        lines.append((facts.row, _measured(facts), "ours", *(_ours(facts, runs, rows[name]) for name in COLUMNS)))
         theirs = [_with_spread(*facts.printed.get(name, rows[name][3:])) for name in COLUMNS]
         lines.append(("", "" if facts.comparable else facts.other, "paper", *theirs))
     return _markdown(("task", "measure", "whose", *map(name_of, COLUMNS)), lines, left=3)
@@ -177,6 +176,12 @@ def _measures(facts: Published) -> dict[Measure, str]:
     """What there is to say of a run of the task."""
     kinds = (PERPLEXITIES, DISTANCES, REWARDS)
     return next((kind for kind in kinds if facts.measure in kind), SHARES)
+
+
+def _measured(facts: Published) -> str:
+    """What the claim is measured by, in words."""
+    measures = _measures(facts)
+    return measures[facts.measure] + (", %" if measures is SHARES else "")
 
 
 def _line(facts: Published, run: Run) -> tuple[str, ...]:

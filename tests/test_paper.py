@@ -189,10 +189,9 @@ def test_a_look_takes_in_every_batch(dataset, monkeypatch):
         for module in (data_module, corpus, pairs):
             monkeypatch.setattr(module, "LOOK", 10**6)
         whole = training._look(part)
-        (inputs, labels), *others = data.batches(part)
-        assert not others
+        ((*inputs, labels),) = data.batches(part)
         with torch.no_grad():
-            logits = training.model(inputs)
+            logits = training.model(*inputs)
         wanted = [F.cross_entropy(logits.flatten(0, -2).double(), labels.flatten(), reduction="sum").item()]
         wanted += [(logits.argmax(-1) == labels).sum().item(), (labels >= 0).sum().item()]
         assert whole.tolist() == pytest.approx(wanted, rel=1e-5)
@@ -336,6 +335,25 @@ def test_the_translator_is_torchs_without_gains():
             layer = fill(nn.TransformerDecoderLayer(**form), each)
             target = layer(target, source, tgt_mask=later, memory_key_padding_mask=blanks)
         torch.testing.assert_close(ours(words), target @ table.T, rtol=1e-4, atol=1e-5)
+
+
+def test_words_in_a_line_are_the_words_in_rows(monkeypatch):
+    """To rounding, in what comes out and in every gradient, of which blanks get none."""
+    monkeypatch.setattr(pairs, "ROOM", 4)
+    data = made("multi30k", examples=12, tests=3)
+    ours = Translator(len(data.vocabulary), width=12, heads=3, hidden=8, layers=2, dropout=0.0).double()
+    for words, places, labels in data.train.batches(5):
+        assert places.shape[1] < words[:, 0].numel()  # some blanks are left out, and some are not
+        assert (words.unbind(1)[1].flatten()[places[1]] == 0).any()
+        found = []
+        for logits, wanted in (
+            (ours(words, places), labels),
+            (ours(words).flatten(0, 1), torch.full((words[:, 0].numel(),), -100).index_copy(0, places[1], labels)),
+        ):
+            ours.zero_grad()
+            F.cross_entropy(logits, wanted, reduction="sum").backward()
+            found.append((logits[wanted >= 0], [each.grad.clone() for each in ours.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 def test_the_translator_has_the_papers_tensors():

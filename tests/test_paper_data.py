@@ -768,14 +768,18 @@ def test_pairs_are_read_and_written_word_by_word():
     assert found.vocabulary == ("<blank>", "<unk>", "<s>", "</s>", "a", "x", "y")  # b comes up once, rare once
     a, x, y = 4, 5, 6
     assert found.train.words.tolist() == [
-        [[2, a, 1, 3], [2, x, 0, 0]],
-        [[2, a, 3, 0], [2, x, y, x]],
-        [[2, a, 1, 3], [2, y, y, 0]],
+        [[2, a, 1, 3, 0], [2, x, 0, 0, 0]],
+        [[2, a, 3, 0, 0], [2, x, y, x, 0]],
+        [[2, a, 1, 3, 0], [2, y, y, 0, 0]],
     ]
     nothing = pairs.NOTHING
-    assert found.train.labels.tolist() == [[x, 3, nothing, nothing], [x, y, x, 3], [y, y, 3, nothing]]
-    assert found.train.lengths == (4, 4, 4)
-    assert found.valid.words.shape == (1, 2, 4)
+    assert found.train.labels.tolist() == [
+        [x, 3, nothing, nothing, nothing],
+        [x, y, x, 3, nothing],
+        [y, y, 3, nothing, nothing],
+    ]
+    assert found.train.lengths == ((4, 2), (3, 4), (4, 3))
+    assert found.valid.words.shape == (1, 2, 5)
 
 
 def test_an_epoch_of_pairs_has_each_once_and_few_lengths():
@@ -786,11 +790,17 @@ def test_an_epoch_of_pairs_has_each_once_and_few_lengths():
     orders = []
     for seed in (1, 1, 2):
         batches = found.epoch(8, torch.Generator().manual_seed(seed), None)
-        assert [len(words) for words, _ in batches] == [8] * 6 + [2]
-        for words, labels in batches:
-            assert words.shape[2] == labels.shape[1]
+        assert [len(words) for words, *_ in batches] == [8] * 6 + [2]
+        for words, places, labels in batches:
             assert words.shape[2] % 8 == 0 or words.shape[2] == found.train.labels.shape[1]
-        whole = [F.pad(words, (0, 40 - words.shape[2])) for words, _ in batches]
+            assert labels.shape == places.shape[1:]
+            assert len(labels) % 128 == 0 or len(labels) == words[:, 0].numel()
+            for line, chosen in zip(words.transpose(0, 1).flatten(1), places, strict=True):
+                assert len(set(chosen.tolist())) == len(chosen)
+                assert torch.equal(line[chosen][: (line > 0).sum()], line[line > 0])  # every word, in its order
+                assert line[chosen][-1] == 0  # and a blank
+            assert torch.equal(labels >= 0, words[:, 1].flatten()[places[1]] > 0)
+        whole = [F.pad(words, (0, 40 - words.shape[2])) for words, *_ in batches]
         orders.append(torch.cat(whole))
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
@@ -798,14 +808,14 @@ def test_an_epoch_of_pairs_has_each_once_and_few_lengths():
     assert not torch.equal(orders[0], F.pad(found.train.words[own], (0, 40 - found.train.words.shape[2])))
     wanted = F.pad(found.train.words, (0, 40 - found.train.words.shape[2])).flatten(1).tolist()
     assert sorted(orders[0].flatten(1).tolist()) == sorted(wanted)
-    assert sum(len(words) for words, _ in found.batches("valid")) == 3
+    assert sum(len(words) for words, *_ in found.batches("valid")) == 3
 
 
 def test_long_sentences_are_not_trained_on():
     long = (["a"] * 101, ["b"])
     found = pairs.numbered("made", [(["a"], ["b"]), long], [long], [long])
     assert found.examples == 1
-    assert found.valid.words.shape[2] == 103
+    assert found.valid.words.shape[2] == 104
     with pytest.raises(DataError, match="no sentence to train on"):
         pairs.numbered("made", [long], [long], [long])
 

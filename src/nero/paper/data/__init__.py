@@ -57,10 +57,10 @@ class Dataset(Protocol):
     def to(self, device: torch.device | str) -> Self:
         """The same on another device."""
 
-    def epoch(self, batch: int, generator: torch.Generator, augment: Moving | None) -> Sequence[tuple[Tensor, Tensor]]:
-        """Inputs and labels of all examples, in the order of an epoch and in batches of that size."""
+    def epoch(self, batch: int, generator: torch.Generator, augment: Moving | None) -> Sequence[tuple[Tensor, ...]]:
+        """Inputs, which may be several, and labels of all examples, in an epoch's order and in batches of that size."""
 
-    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, part: str) -> Iterator[tuple[Tensor, ...]]:
         """Inputs and labels of a part, batch by batch."""
 
 

@@ -22,6 +22,8 @@ OFTEN = 3
 LONGEST = 100
 #: Lengths of batches are multiples of this, so that there are few of them: each is a graph of its own.
 STEP = 8
+#: And so are the words that matter in a batch, with some blanks.
+ROOM = 128
 #: How many pairs are looked at together.
 LOOK = 200
 #: Added to a seed, so that the order of pairs and what is dropped do not come from the same numbers.
@@ -33,28 +35,38 @@ class Sentences:
     """Pairs of sentences.
 
     Attributes:
-        words: (N, 2, L): what is read, and what is written, from its beginning on; filled up with blanks.
+        words: (N, 2, L): what is read, and what is written, from its beginning on; filled up with blanks, one at least.
         labels: (N, L): what is to be written next, to the end.
-        lengths: of the longer of the two, on the host.
+        lengths: of the two, on the host.
     """
 
     words: Tensor
     labels: Tensor
-    lengths: tuple[int, ...]
+    lengths: tuple[tuple[int, int], ...]
 
     def to(self, device: torch.device | str) -> "Sentences":
         return replace(self, words=self.words.to(device), labels=self.labels.to(device))
 
-    def batches(self, size: int, order: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor]]:
-        """The pairs, in an order or as they are, in batches, without most of the blanks that these end with."""
+    def batches(self, size: int, order: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The pairs in batches, in an order or as they are.
+
+        Returns:
+            of each batch, words without most of the blanks that sentences end with; (2, T) places of the words that
+            are none, filled up with places of blanks, one at least, in what is read and what is written, each taken
+            as a line; and the labels of the latter.
+        """
         there = None if order is None else self._there(order)
         order = range(len(self.lengths)) if order is None else order
         found = []
         for start in range(0, len(order), size):
-            longest = max(self.lengths[each] for each in order[start : start + size])
-            length = min(-(-longest // STEP) * STEP, self.labels.shape[1])
+            lengths = [self.lengths[each] for each in order[start : start + size]]
+            length = min(_up(1 + max(map(max, lengths)), STEP), self.labels.shape[1])
+            count = min(_up(1 + max(map(sum, zip(*lengths, strict=True))), ROOM), len(lengths) * length)
             chosen = slice(start, start + size) if there is None else there[start : start + size]
-            found.append((self.words[chosen, :, :length], self.labels[chosen, :length]))
+            words = self.words[chosen, :, :length]
+            blank = (words == BLANK).transpose(0, 1).flatten(1).byte()
+            places = blank.argsort(dim=1, stable=True)[:, :count]
+            found.append((words, places, self.labels[chosen, :length].flatten()[places[1]]))
         return found
 
     def _there(self, order: Sequence[int]) -> Tensor:
@@ -73,12 +85,12 @@ class Pairs(Texts[Sentences]):
 
     references: tuple[str, ...]
 
-    def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
+    def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[tuple[Tensor, ...]]:  # noqa: ARG002
         """All pairs in an order that the generator's seed decides, on the host, which has to know the lengths."""
         host = torch.Generator().manual_seed(generator.initial_seed() + OFFSET)
         return self.train.batches(batch, torch.randperm(self.examples, generator=host).tolist())
 
-    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, part: str) -> Iterator[tuple[Tensor, ...]]:
         sentences: Sentences = getattr(self, part)
         yield from sentences.batches(LOOK)
 
@@ -86,6 +98,11 @@ class Pairs(Texts[Sentences]):
         """A sentence in words, up to its end."""
         until = list(words).index(END) if END in words else len(words)
         return " ".join(self.vocabulary[word] for word in words[:until])
+
+
+def _up(count: int, step: int) -> int:
+    """The next multiple."""
+    return -(-count // step) * step
 
 
 def multi30k(folder: Folder) -> Pairs:
@@ -127,9 +144,10 @@ def numbered(
 
     def laid(pairs: list[tuple[list[str], list[str]]]) -> Sentences:
         both = [(read_as(one), read_as(other)) for one, other in pairs]
-        lengths = tuple(max(len(one), len(other) - 1) for one, other in both)
-        words = torch.full((len(both), 2, max(lengths)), BLANK)
-        labels = torch.full((len(both), max(lengths)), NOTHING)
+        lengths = tuple((len(one), len(other) - 1) for one, other in both)
+        longest = 1 + max(map(max, lengths))
+        words = torch.full((len(both), 2, longest), BLANK)
+        labels = torch.full((len(both), longest), NOTHING)
         for place, (one, other) in enumerate(both):
             words[place, 0, : len(one)] = torch.tensor(one)
             words[place, 1, : len(other) - 1] = torch.tensor(other[:-1])

@@ -41,7 +41,7 @@ class Supervised(Training):
         self.data = data
         self._parts = ("train", *data.parts)
         self.curve = {f"{part}_{what}": [] for part in self._parts for what in ("loss", "accuracy")}
-        self._batches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._batches: Sequence[tuple[Tensor, ...]] = ()
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
         self._begin(state)
@@ -145,10 +145,11 @@ class Supervised(Training):
         self.totals.zero_()
         self.model.train()
 
-    def _update(self, inputs: Tensor, labels: Tensor) -> None:
+    def _update(self, *batch: Tensor) -> None:
+        *inputs, labels = batch
         with products_in(self.settings.precision):
             self.optimiser.zero_grad()
-            logits = self.model(inputs)
+            logits = self.model(*inputs)
             loss = self._objective(logits, labels)
             loss.backward()  # type: ignore[no-untyped-call]
             plain = not (self.task.smoothing or self.task.summed)
@@ -194,9 +195,9 @@ class Supervised(Training):
     def _look(self, part: str) -> Tensor:
         self.model.eval()
         totals = torch.zeros_like(self.totals)
-        for inputs, labels in self.data.batches(part):
+        for *inputs, labels in self.data.batches(part):
             with products_in(self.settings.precision):
-                logits = self.model(inputs)
+                logits = self.model(*inputs)
             totals += _totals(logits, labels)
         return totals
 

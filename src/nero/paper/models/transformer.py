@@ -1,6 +1,7 @@
 """Transformers without layer norm, for words in the order of a text."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,9 +61,11 @@ class Embedding(nn.Module):
         self.register_buffer("waves", waves, persistent=False)
         self.waves: Tensor
 
-    def forward(self, words: Tensor) -> Tensor:
+    def forward(self, words: Tensor, places: Tensor | None = None) -> Tensor:
+        """Of words, and their places; without, these are counted along the last axis."""
         scaled = self.words(words) * math.sqrt(self.words.embedding_dim)
-        return self.dropout(scaled + self.waves[: words.shape[1]])  # type: ignore[no-any-return]
+        waves = self.waves[: words.shape[-1]] if places is None else self.waves[places]
+        return self.dropout(scaled + waves)  # type: ignore[no-any-return]
 
 
 def language_model(
@@ -93,6 +96,47 @@ def language_model(
     return nn.Sequential(Embedding(words, width, longest, dropout), *blocks, decoder)
 
 
+class Taken(torch.autograd.Function):
+    """A choice along axis 1 whose gradient is one too: by where everything that has a gradient was put."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, chosen: Tensor, put: Tensor) -> Tensor:
+        ctx.save_for_backward(put)
+        return values.index_select(1, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(1, *ctx.saved_tensors), None, None
+
+
+class Layout:
+    """How the words of some sentences lie: in a line, all behind each other, or in a row for each sentence.
+
+    Rows are filled up with blanks, more than half of all: so what is done to each word by itself is done in the line,
+    and words look at each other in rows. No gradient comes to blanks, nor to what they are in the line.
+
+    Args:
+        shape: of the rows, (N, L).
+        places: of the words in the line, as places in all rows behind each other. Unless all are among them, the
+            last is a blank's, and stands for all that are not.
+    """
+
+    def __init__(self, shape: torch.Size, places: Tensor) -> None:
+        self.shape, self.places = shape, places
+        line = torch.arange(len(places), device=places.device)
+        self._order = line[-1].repeat(shape.numel()).index_copy_(0, places, line)
+
+    def rows(self, line: Tensor, heads: int) -> Tensor:
+        """What belongs to the words of a line, for each of so many heads, in rows."""
+        split = line.view(len(line), heads, -1).transpose(0, 1)
+        return Taken.apply(split, self._order, self.places).unflatten(1, self.shape)  # type: ignore[no-any-return, no-untyped-call]
+
+    def line(self, rows: Tensor) -> Tensor:
+        """Back to the line, what belongs to all heads together."""
+        found = Taken.apply(rows.flatten(1, 2), self.places, self._order)  # type: ignore[no-untyped-call]
+        return found.transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+
+
 class Heads(nn.Module):
     """Attention of one sentence to another, without biases; what may not be looked at is told."""
 
@@ -102,14 +146,12 @@ class Heads(nn.Module):
         self.queries, self.keys, self.values, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.dropout = Dropout(dropout)
 
-    def forward(self, ours: Tensor, theirs: Tensor, hidden: Tensor) -> Tensor:
-        queries, keys, values = (
-            layer(inputs).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for layer, inputs in ((self.queries, ours), (self.keys, theirs), (self.values, theirs))
-        )
-        scores = queries @ keys.transpose(-2, -1) / math.sqrt(queries.shape[-1])
+    def forward(self, ours: Tensor, our_layout: Layout, theirs: Tensor, layout: Layout, hidden: Tensor) -> Tensor:
+        queries = our_layout.rows(self.queries(ours), self.heads)
+        keys, values = (layout.rows(layer(theirs), self.heads) for layer in (self.keys, self.values))
+        scores = queries @ keys.mT / math.sqrt(queries.shape[-1])
         shares = self.dropout(scores.masked_fill(hidden, -1e9).softmax(-1))  # not -inf: a sentence may be all blanks
-        return self.out((shares @ values).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(our_layout.line(shares @ values))  # type: ignore[no-any-return]
 
 
 class Layer(nn.Module):
@@ -122,10 +164,10 @@ class Layer(nn.Module):
         self.dropout = Dropout(dropout)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
 
-    def forward(self, words: Tensor, *others: tuple[Tensor | None, Tensor]) -> Tensor:
-        """Each of the others is what an attention looks at, None for the words themselves, and what is hidden of it."""
-        for attention, (other, hidden) in zip(self.attentions, others, strict=True):
-            found = attention(words, words if other is None else other, hidden)
+    def forward(self, words: Tensor, layout: Layout, later: Tensor, *others: tuple[Tensor, Layout, Tensor]) -> Tensor:
+        """Words look at themselves, then at others; what is hidden of either is told."""
+        for attention, seen in zip(self.attentions, (None, *others), strict=True):
+            found = attention(words, layout, *((words, layout, later) if seen is None else seen))
             words = self.norm(words + self.dropout(found))
         return self.norm(words + self.dropout(self.feed_forward(words)))  # type: ignore[no-any-return]
 
@@ -165,25 +207,44 @@ class Translator(nn.Module):
             if weight.dim() > 1:
                 nn.init.xavier_uniform_(weight)
 
-    def forward(self, pairs: Tensor) -> Tensor:
-        """What is to be written next, of (N, 2, L) words that are read and written."""
+    def forward(self, pairs: Tensor, places: Tensor | None = None) -> Tensor:
+        """What is to be written next.
+
+        Args:
+            pairs: (N, 2, L) words that are read and written, filled up with blanks.
+            places: (2, T): which of them matter, of either side as one line; without, all do. See :class:`Layout`.
+
+        Returns:
+            (T, words) logits, or (N, L, words) of all.
+        """
         source, target = pairs.unbind(1)
-        return self.write(target, self.read(source), source == 0)
+        ours, theirs = (None, None) if places is None else places.unbind()
+        found = self.write(target, *self.read(source, ours), theirs)
+        return found if places is not None else found.view(*target.shape, -1)
 
-    def read(self, source: Tensor) -> Tensor:
-        """What is made of the (N, L) words of sentences."""
-        words = self.norm(self.embedding(source))
+    def read(self, source: Tensor, places: Tensor | None = None) -> tuple[Tensor, Layout, Tensor]:
+        """What is made of (N, L) words: a line, its layout, and what of its rows is blank."""
+        words, layout = self._laid(source, places)
+        blanks = (source == 0)[:, None]
         for layer in self.encoder:
-            words = layer(words, (None, (source == 0)[:, None, None]))
-        return words  # type: ignore[no-any-return]
+            words = layer(words, layout, blanks)
+        return words, layout, blanks
 
-    def write(self, target: Tensor, read: Tensor, blanks: Tensor) -> Tensor:
-        """What is to be written after each of the (N, L) words, of what was read and where it is blank."""
-        words = self.norm(self.embedding(target))
+    def write(
+        self, target: Tensor, read: Tensor, layout: Layout, blanks: Tensor, places: Tensor | None = None
+    ) -> Tensor:
+        """What is to be written after each of (N, L) words, in a line, given what was read."""
+        words, own = self._laid(target, places)
         later = self.later[: target.shape[1], : target.shape[1]]
         for layer in self.decoder:
-            words = layer(words, (None, later), (read, blanks[:, None, None]))
+            words = layer(words, own, later, (read, layout, blanks))
         return nn.functional.linear(words, self.embedding.words.weight)
+
+    def _laid(self, words: Tensor, places: Tensor | None) -> tuple[Tensor, Layout]:
+        if places is None:
+            places = torch.arange(words.numel(), device=words.device)
+        line = self.embedding(words.flatten()[places], places % words.shape[1])
+        return self.norm(line), Layout(words.shape, places)
 
     @torch.no_grad()
     def translate(self, source: Tensor, begin: int, end: int, longest: int) -> Tensor:
@@ -195,10 +256,10 @@ class Translator(nn.Module):
             end: and ends with; what is behind it means nothing.
             longest: how many words at most.
         """
-        read, blanks = self.read(source), source == 0
+        read = self.read(source)
         written = torch.full((len(source), 1), begin, device=source.device)
         for _ in range(longest):
-            likeliest = self.write(written, read, blanks)[:, -1].argmax(-1, keepdim=True)
+            likeliest = self.write(written, *read).view(*written.shape, -1)[:, -1].argmax(-1, keepdim=True)
             written = torch.cat([written, likeliest], 1)
             if bool((written == end).any(1).all()):
                 break

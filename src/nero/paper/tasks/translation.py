@@ -25,7 +25,7 @@ def bleu(model: nn.Module, data: Dataset) -> dict[str, float]:
     longest = 10 + data.test.labels.shape[1]
     found = [
         data.said(sentence)
-        for words, _ in data.batches("test")
+        for words, *_ in data.batches("test")
         for sentence in model.translate(words[:, 0], pairs.BEGIN, pairs.END, longest).tolist()
     ]
     score = sacrebleu.corpus_bleu(found, [data.references], tokenize="none", force=True).score

@@ -156,7 +156,10 @@ def test_every_task_trains(name, contender, tmp_path):
     if task.dataset == "wikitext2":
         task = replace(task, batch=10, model=partial(language_model, 7))
     if task.dataset == "multi30k":
-        task = replace(task, model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=2))
+        form = partial(
+            task.contenders[contender].model or task.model, len(data.vocabulary), width=16, hidden=16, layers=2
+        )
+        task = replace(task, contenders={contender: replace(task.contenders[contender], model=form)})
     trained = Supervised(task, task.settings(contender, epochs=1), data)
     before = [value.detach().clone() for value in trained.model.parameters()]
     while not trained.finished:
@@ -171,7 +174,7 @@ def test_every_task_trains(name, contender, tmp_path):
     assert task.metric == "valid_loss" or found["curve"]["test_accuracy"][0] in [index / 5 for index in range(6)]
     assert found["batch"] == task.batch
     assert found == {key: value for key, value in read_records(tmp_path)[0].items() if key != "path"}
-    balanced = {"nero", "nero-both", "lamb-balanced", "madam-balanced"}
+    balanced = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
     assert nero.is_balanced(trained.model) == (contender in balanced)
 
 
@@ -301,9 +304,10 @@ def test_the_language_model_has_the_papers_tensors():
     assert dropouts == [0.8] * 9
 
 
-def test_the_translator_is_torchs_without_gains():
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_translator_is_torchs_without_gains(scaled):
     torch.manual_seed(0)
-    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.1).eval()
+    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.1, scaled=scaled).eval()
     words = torch.randint(1, 30, (4, 2, 7))
     words[0, 0, 5:] = words[2, 0, 3:] = 0  # shorter ones
     places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
@@ -326,7 +330,7 @@ def test_the_translator_is_torchs_without_gains():
         return layer.eval()
 
     with torch.no_grad():
-        source, target = (normed(table[words[:, side]] * math.sqrt(12) + waves) for side in (0, 1))
+        source, target = (normed(table[words[:, side]] * (math.sqrt(12) if scaled else 1) + waves) for side in (0, 1))
         blanks, later = words[:, 0] == 0, nn.Transformer.generate_square_subsequent_mask(7)
         form = {"d_model": 12, "nhead": 3, "dim_feedforward": 8, "layer_norm_eps": 1e-6, "batch_first": True}
         for each in ours.encoder:
@@ -1267,7 +1271,7 @@ def test_captured_steps_are_the_steps(contender, monkeypatch):
 @pytest.mark.parametrize("contender", TASKS["wikitext2"].contenders)
 @pytest.mark.parametrize(("name", "graphs"), [("wikitext2", 1), ("translation", 2)])
 def test_captured_steps_are_the_steps_of_texts(name, graphs, contender, monkeypatch):
-    monkeypatch.setattr(pairs, "STEP", 2)
+    monkeypatch.setattr(pairs, "ROOM", 8)
     data = made(TASKS[name].dataset, examples=60).to("cuda")
     small = {"width": 16, "hidden": 16, "layers": 1}
     models = {"wikitext2": partial(language_model, 7, **small), "translation": partial(Translator, 14, **small)}

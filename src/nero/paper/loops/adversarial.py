@@ -31,11 +31,11 @@ CLASSES = 10
 class Adversarial(Training):
     """A generator, a discriminator, their optimisers and where they stand.
 
-    A step is one of the discriminator, on real images and as many generated ones, and then one of the generator; both
-    by the hinge loss. Every tenth epoch and after the last, generated images are judged by their distance from the
-    training and the test set, and a grid of samples is left, of noise that stays the same. All randomness of an epoch
-    comes from a generator seeded by the run's seed and the epoch. On a GPU a step is a CUDA graph on a stream of the
-    run's own.
+    A step is one of the discriminator, on real images and as many generated ones of the same classes, and then one of
+    the generator; both by the hinge loss. Every tenth epoch and after the last, generated images are judged by their
+    distance from the training and the test set, and a grid of samples is left, of noise that stays the same. All
+    randomness of an epoch comes from a generator seeded by the run's seed and the epoch. On a GPU a step is a CUDA
+    graph on a stream of the run's own.
 
     Args:
         task: what to train on what; the options of its contenders may have some of their own for ``"generator"`` and
@@ -56,8 +56,7 @@ class Adversarial(Training):
         judges: Callable[[torch.device], list[Judge]] = judges,
     ) -> None:
         assert isinstance(data, Pictures)
-        # what is left over of an epoch is dropped: another time it will be others
-        super().__init__(task, settings, data.device, max(1, data.examples // task.batch))
+        super().__init__(task, settings, data.device, math.ceil(data.examples / task.batch))
         self.data = replace(data, mean=(0.5,) * len(data.mean), std=(0.5,) * len(data.std))  # pixels in (-1, 1)
         self.judges = judges(self.device)
         self.curve = {name: [] for name in ("generator_loss", "discriminator_loss", *self._distances())}
@@ -145,31 +144,25 @@ class Adversarial(Training):
     def _update(self, images: Tensor, labels: Tensor) -> None:
         generator, discriminator = self.pair.generator, self.pair.discriminator
         with products_in(self.settings.precision):
-            noise, wanted = self._draw(len(images))
             with torch.no_grad():
-                made = generator(noise, wanted)
+                made = generator(self._chance(len(images)), labels)
             self.optimisers["discriminator"].zero_grad()
-            scores = discriminator(torch.cat([images, made]), torch.cat([labels, wanted]))
+            scores = discriminator(torch.cat([images, made]), labels.repeat(2))
             real, fake = scores.chunk(2)
             telling = F.relu(1 - real).mean() + F.relu(1 + fake).mean()
             telling.backward()  # type: ignore[no-untyped-call]
             self.optimisers["discriminator"].step()
 
-            noise, wanted = self._draw(len(images))
             self.optimisers["generator"].zero_grad()
-            making = -discriminator(generator(noise, wanted), wanted).mean()
+            making = -discriminator(generator(self._chance(len(images)), labels), labels).mean()
             making.backward(inputs=list(generator.parameters()))  # the discriminator's are not asked for
             self.optimisers["generator"].step()
         with torch.no_grad():
             self.totals += torch.stack([making, telling])
 
-    def _draw(self, count: int) -> tuple[Tensor, Tensor]:
-        """Noise, and classes to make of it."""
-        chance: dict[str, Any] = {"generator": self.random, "device": self.device}
-        return (
-            torch.randn(count, self.pair.generator.noise, **chance),
-            torch.randint(CLASSES, (count,), **chance),
-        )
+    def _chance(self, count: int) -> Tensor:
+        """What as many images are made of."""
+        return torch.randn(count, self.pair.generator.noise, generator=self.random, device=self.device)
 
     def _end_epoch(self) -> None:
         self._batches = ()

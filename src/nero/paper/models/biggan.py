@@ -1,12 +1,9 @@
-"""A generator and a discriminator like BigGAN's for CIFAR-10, class-conditional, with spectral norm on every layer.
+"""A generator and a discriminator after BigGAN for 32 x 32, class-conditional, with spectral norm on every layer.
 
-From the paper of Brock, Donahue and Simonyan (2019, Appendix B), as far as it goes. Where it speaks of larger images
-only, attention is where it is there: at half the size of the image. One thing differs: features are the mean over
-pixels and not the sum, under which scores times ten are so large that SGD at the best rate of the paper's table, 0.01,
-ends the game in its first steps (seen on a pair of a quarter of the width).
+The blocks are those of Brock, Donahue and Simonyan (2019, Appendix B); the widths, where attention is, and what the
+paper does not say are as the authors of Nero ran it.
 """
 
-from functools import reduce
 from itertools import pairwise
 
 import torch
@@ -15,10 +12,13 @@ from torch import Tensor, nn
 
 from nero.paper.models.spectral import BIAS, spectral
 
-#: Channels of a layer, in the unit that BigGAN counts them in.
-WIDTH = 4
 #: What a generator starts from, in pixels.
 FIRST = 4
+#: Channels of the generator, from the first layer to behind its last block, and of the discriminator's blocks, as
+#: multiples of a unit; and which of these blocks halve the image.
+MAKING, TELLING, HALVED = (4, 4, 2, 1), (1, 2, 4, 4), (True, True, True, False)
+#: How fast statistics of conditional batch norms follow those of batches.
+MOMENTUM = 0.001
 #: What the discriminator's scores are multiplied by.
 LOUDER = 10.0
 
@@ -27,8 +27,8 @@ class Pair(nn.Module):
     """Two networks that train each other.
 
     Args:
-        base: the unit of channels; all layers have four of them.
-        blocks: of the generator, each of which doubles the image from 4 pixels on.
+        base: the unit of channels.
+        blocks: of the generator, each of which doubles the image from 4 pixels on; three at most.
         chunk: numbers of chance that the first layer has, and each block.
         said: numbers that a class is told the blocks by.
         rows: of the tables of classes, of which as many are used as there are classes.
@@ -36,27 +36,27 @@ class Pair(nn.Module):
 
     def __init__(self, base: int = 64, blocks: int = 3, chunk: int = 20, said: int = 80, rows: int = 1000) -> None:
         super().__init__()
-        self.generator = Generator(WIDTH * base, blocks, chunk, said, rows)
-        self.discriminator = Discriminator(WIDTH * base, rows)
+        self.generator = Generator([base * each for each in MAKING[: blocks + 1]], chunk, said, rows)
+        self.discriminator = Discriminator([base * each for each in TELLING], rows)
 
 
 class Generator(nn.Module):
     """Images in (-1, 1) from chance, a chunk of it for the first layer and for each block, and from classes."""
 
-    def __init__(self, channels: int, blocks: int, chunk: int, said: int, rows: int) -> None:
+    def __init__(self, widths: list[int], chunk: int, said: int, rows: int) -> None:
         super().__init__()
-        self.chunk, self.noise = chunk, (1 + blocks) * chunk
-        self.classes = spectral(nn.Embedding(rows, said))
-        self.first = spectral(nn.Linear(chunk, channels * FIRST**2))
-        self.blocks = nn.ModuleList(Up(channels, said + chunk) for _ in range(blocks))
-        self.attention = Attention(channels)
-        norm = nn.BatchNorm2d(channels)
+        self.chunk, self.noise = chunk, len(widths) * chunk
+        self.classes = spectral(nn.Linear(rows, said))
+        self.first = spectral(nn.Linear(chunk, widths[0] * FIRST**2))
+        self.blocks = nn.ModuleList(Up(*ends, said + chunk) for ends in pairwise(widths))
+        self.attention = Attention(widths[-2])
+        norm = nn.BatchNorm2d(widths[-1])
         nn.init.normal_(norm.bias, std=BIAS)
-        self.last = nn.Sequential(norm, nn.ReLU(), _three_by_three(channels, 3), nn.Tanh())
+        self.last = nn.Sequential(norm, nn.ReLU(), _three_by_three(widths[-1], 3), nn.Tanh())
 
     def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
         first, *others = torch.split(noise, self.chunk, dim=1)
-        said = self.classes(labels)
+        said = F.embedding(labels, self.classes.weight.mT) + self.classes.bias  # of a one and many zeros
         hidden = self.first(first).unflatten(1, (-1, FIRST, FIRST))
         for block, chunk in zip(self.blocks, others, strict=True):
             if block is self.blocks[-1]:
@@ -67,20 +67,19 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """A score for each image and its class: high for a real one, by a network that halves the image twice."""
+    """A score for each image and its class: high for a real one, by a network that halves the image three times."""
 
-    def __init__(self, channels: int, rows: int) -> None:
+    def __init__(self, widths: list[int], rows: int) -> None:
         super().__init__()
-        widths = (3, channels, channels, channels, channels)
-        halved = (True, True, False, False)
-        self.blocks = nn.ModuleList(Down(*ends, half) for ends, half in zip(pairwise(widths), halved, strict=True))
-        self.attention = Attention(channels)
-        self.last = spectral(nn.Linear(channels, 1))
-        self.classes = spectral(nn.Embedding(rows, channels))
+        ends = pairwise([3, *widths])
+        self.blocks = nn.ModuleList(Down(*each, half) for each, half in zip(ends, HALVED, strict=True))
+        self.attention = Attention(widths[1])
+        self.last = spectral(nn.Linear(widths[-1], 1))
+        self.classes = spectral(nn.Embedding(rows, widths[-1]))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        first, *others = self.blocks
-        hidden = self.attention(first(images))
+        first, second, *others = self.blocks
+        hidden = self.attention(second(first(images)))
         for block in others:
             hidden = block(hidden)
         features = F.relu(hidden).mean((2, 3))
@@ -91,14 +90,15 @@ class Discriminator(nn.Module):
 class Up(nn.Module):
     """Two convolutions on an image twice as large, and a way around them."""
 
-    def __init__(self, channels: int, condition: int) -> None:
+    def __init__(self, inputs: int, outputs: int, condition: int) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(ConditionalBatchNorm(channels, condition) for _ in range(2))
-        self.first, self.second = (_three_by_three(channels, channels) for _ in range(2))
-        self.around = spectral(nn.Conv2d(channels, channels, 1))
+        self.norms = nn.ModuleList(ConditionalBatchNorm(width, condition) for width in (inputs, outputs))
+        self.first, self.second = _three_by_three(inputs, outputs), _three_by_three(outputs, outputs)
+        self.around = spectral(nn.Conv2d(inputs, outputs, 1)) if inputs != outputs else nn.Identity()
 
     def forward(self, inputs: Tensor, condition: Tensor) -> Tensor:
-        hidden = _larger_then(self.first, F.relu(self.norms[0](inputs, condition)))
+        hidden = F.relu(self.norms[0](inputs, condition))
+        hidden = self.first(F.interpolate(hidden, scale_factor=2))
         hidden = self.second(F.relu(self.norms[1](hidden, condition)))
         around = F.interpolate(self.around(inputs), scale_factor=2)  # which commute
         return torch.add(hidden, around)
@@ -117,10 +117,10 @@ class Down(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs if self.of_pixels else F.relu(inputs))
-        hidden = F.relu(hidden)
-        hidden = _then_smaller(self.second, hidden) if self.halved else self.second(hidden)
-        around = self.around(F.avg_pool2d(inputs, 2) if self.halved else inputs)  # which commute
-        return torch.add(hidden, around)
+        hidden = self.second(F.relu(hidden))
+        if self.halved:
+            hidden, inputs = F.avg_pool2d(hidden, 2), F.avg_pool2d(inputs, 2)
+        return torch.add(hidden, self.around(inputs))  # the mean and the way around commute
 
 
 class Attention(nn.Module):
@@ -130,9 +130,9 @@ class Attention(nn.Module):
         super().__init__()
         few, half = max(1, channels // 8), max(1, channels // 2)
         self.queries, self.keys, self.values = (
-            spectral(nn.Conv2d(channels, outputs, 1, bias=False)) for outputs in (few, few, half)
+            spectral(nn.Conv2d(channels, outputs, 1)) for outputs in (few, few, half)
         )
-        self.out = spectral(nn.Conv2d(half, channels, 1, bias=False))
+        self.out = spectral(nn.Conv2d(half, channels, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
         queries = self.queries(inputs).flatten(2).mT
@@ -143,12 +143,12 @@ class Attention(nn.Module):
 
 
 class ConditionalBatchNorm(nn.Module):
-    """Batch norm whose gains and biases are linear in a condition, the gains as what is added to one."""
+    """Batch norm whose gains and biases are affine in a condition, the gains as what is added to one."""
 
     def __init__(self, channels: int, condition: int) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(channels, affine=False)
-        self.gain, self.bias = (spectral(nn.Linear(condition, channels, bias=False)) for _ in range(2))
+        self.norm = nn.BatchNorm2d(channels, momentum=MOMENTUM, affine=False)
+        self.gain, self.bias = (spectral(nn.Linear(condition, channels)) for _ in range(2))
 
     def forward(self, inputs: Tensor, condition: Tensor) -> Tensor:
         gain, bias = (look(condition)[:, :, None, None] for look in (self.gain, self.bias))
@@ -157,20 +157,3 @@ class ConditionalBatchNorm(nn.Module):
 
 def _three_by_three(inputs: int, outputs: int) -> nn.Conv2d:
     return spectral(nn.Conv2d(inputs, outputs, 3, padding=1))
-
-
-def _larger_then(convolution: nn.Conv2d, images: Tensor) -> Tensor:
-    """The convolution of images of twice the size: in one, for four ninths of the multiplications."""
-    kernel = _summed(convolution.weight).flip(2, 3).transpose(0, 1)
-    return F.conv_transpose2d(images, kernel, convolution.bias, stride=2, padding=1)
-
-
-def _then_smaller(convolution: nn.Conv2d, images: Tensor) -> Tensor:
-    """The convolution, and the mean over every two by two pixels of it: likewise."""
-    return F.conv2d(images, _summed(convolution.weight) / 4, convolution.bias, stride=2, padding=1)
-
-
-def _summed(kernel: Tensor) -> Tensor:
-    """Of three by three, the four by four that sums what the kernel says at every two by two places."""
-    moved = [F.pad(kernel, (left, 1 - left, top, 1 - top)) for left in (0, 1) for top in (0, 1)]
-    return reduce(torch.add, moved)

@@ -49,11 +49,12 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Words and their places as vectors: words are learned, places are sines and cosines."""
+    """Words and their places as vectors: words are learned, and may be scaled; places are sines and cosines."""
 
-    def __init__(self, words: int, width: int, longest: int, dropout: float) -> None:
+    def __init__(self, words: int, width: int, longest: int, dropout: float, scaled: bool = True) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
+        self.scale = math.sqrt(width) if scaled else 1.0
         self.dropout = Dropout(dropout)
         nn.init.uniform_(self.words.weight, -0.1, 0.1)
         places = torch.arange(longest)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(1e4) / width))
@@ -63,9 +64,8 @@ class Embedding(nn.Module):
 
     def forward(self, words: Tensor, places: Tensor | None = None) -> Tensor:
         """Of words, and their places; without, these are counted along the last axis."""
-        scaled = self.words(words) * math.sqrt(self.words.embedding_dim)
         waves = self.waves[: words.shape[-1]] if places is None else self.waves[places]
-        return self.dropout(scaled + waves)  # type: ignore[no-any-return]
+        return self.dropout(self.words(words) * self.scale + waves)  # type: ignore[no-any-return]
 
 
 def language_model(
@@ -183,6 +183,8 @@ class Translator(nn.Module):
         layers: of the encoder, and of the decoder.
         longest: how many words at most a sentence has.
         dropout: the probability to drop a unit, or a share of attention.
+        scaled: whether words are multiplied by the root of the width before places are added, as by those who
+            invented it; the paper's authors do not.
     """
 
     def __init__(
@@ -195,9 +197,10 @@ class Translator(nn.Module):
         layers: int = 6,
         longest: int = 128,
         dropout: float = 0.1,
+        scaled: bool = False,
     ) -> None:
         super().__init__()
-        self.embedding = Embedding(words, width, longest, dropout)
+        self.embedding = Embedding(words, width, longest, dropout, scaled)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.encoder = nn.ModuleList(Layer(width, heads, hidden, dropout, 1) for _ in range(layers))
         self.decoder = nn.ModuleList(Layer(width, heads, hidden, dropout, 2) for _ in range(layers))

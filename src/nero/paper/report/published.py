@@ -121,7 +121,8 @@ def _read(task: str, facts: dict[str, Any]) -> Published:
         )
         for row in facts.get("finals", ())
     )
-    finals = finals or _finals(task, curves)
+    named = {row.optimiser for row in finals}
+    finals = (*(row for row in _finals(task, curves) if row.optimiser not in named), *finals)
     return Published(
         task=task,
         where=facts["where"],

@@ -30,6 +30,7 @@ NAMES = {
     "nero-norm": "Nero, norm only",
     "nero-both": "Nero, both constraints",
     "lamb-momentum": "LAMB, momentum 0.9",
+    "nero-scaled": "Nero, words scaled",
     "sgd-decay": "SGD with weight decay",
     "nero-tuned": "Nero tuned",
     "nero-free-gains": "Nero tuned, gains free",

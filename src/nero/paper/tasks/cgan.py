@@ -1,8 +1,9 @@
 """A class-conditional GAN on CIFAR-10, like BigGAN: spectral norm, self-attention, conditional batch norm.
 
-Batches of 256, flipped at random, one step of the discriminator to one of the generator at the same learning rate, by
-the hinge loss. 120 epochs, the rate divided by 10 after 100 of them and its start tuned over {0.0001, 0.001, 0.01,
-0.1, 1}. No optimiser has momentum but Adam's for the discriminator, for which the authors ran β₁ = 0.9.
+Batches of 256, flipped at random, one step of the discriminator to one of the generator at the same learning rate and
+on the same classes, by the hinge loss. 120 epochs, the rate divided by 10 after 100 of them and its start tuned over
+{0.0001, 0.001, 0.01, 0.1, 1}. No optimiser has momentum but Adam's for the discriminator, for which the authors ran
+β₁ = 0.9.
 """
 
 from nero.paper.data.augment import flip

@@ -1,0 +1,123 @@
+"""Per-neuron relative steps (Section 3.2, Definition 5 and Eq. (pnpl))."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nero.balance import norm, statistics_dtype
+from nero.roles import KINDS, Kind
+from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
+from nero.theory.table import table
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """How far a step goes in one parameter.
+
+    Attributes:
+        name: the parameter's.
+        kind: its role's.
+        neuron: the largest ‖Δw‖ / ‖w‖ of its neurons, or |Δb| / |b| of its entries.
+        layer: ‖ΔW‖_F / ‖W‖_F, which is never larger.
+    """
+
+    name: str
+    kind: Kind
+    neuron: float
+    layer: float
+
+
+@dataclass(frozen=True)
+class RelativeStep:
+    """How far a step goes, relative to what it moves; prints as a table.
+
+    Attributes:
+        layers: one :class:`LayerStep` for each trained parameter.
+    """
+
+    layers: tuple[LayerStep, ...]
+
+    @property
+    def neuron(self) -> float:
+        """The smallest η for which the step is per-neuron relative (Definition 5)."""
+        return max(layer.neuron for layer in self.layers)
+
+    @property
+    def layer(self) -> float:
+        """The smallest η for which the step is per-layer relative; by Eq. (pnpl) no larger."""
+        return max(layer.layer for layer in self.layers)
+
+    def __str__(self) -> str:
+        rows = [(each.name, each.kind, f"{each.neuron:.3g}", f"{each.layer:.3g}") for each in self.layers]
+        return table(("parameter", "role", "per neuron", "per layer"), rows)
+
+
+def relative_step(model: nn.Module, perturbation: Perturbation) -> RelativeStep:
+    r"""How far a step goes per neuron and per layer: both sides of Eq. (pnpl).
+
+    "A per-neuron relative update is automatically per-layer relative": for a weight matrix W with the
+    neurons :math:`w^{(i)}` as rows,
+
+    .. math::
+        \frac{\|\Delta W\|_F}{\|W\|_F} = \sqrt{\frac{\sum_i \|\Delta w^{(i)}\|^2}{\sum_i \|w^{(i)}\|^2}}
+        \le \max_i \frac{\|\Delta w^{(i)}\|}{\|w^{(i)}\|} .
+
+    Args:
+        model: at W.
+        perturbation: ΔW, by the parameters' names; what is not named stays.
+
+    Example:
+        >>> model = nn.Linear(2, 2, bias=False)
+        >>> with torch.no_grad():
+        ...     _ = model.weight.copy_(torch.tensor([[3.0, 4.0], [5.0, 12.0]]))
+        >>> print(relative_step(model, {"weight": torch.tensor([[0.0, 0.5], [0.0, 0.0]])}))
+        parameter    role  per neuron  per layer
+        ---------  ------  ----------  ---------
+        weight     neuron         0.1     0.0359
+    """
+    layers = layers_of(model, KINDS)
+    check_perturbation(model, perturbation)
+    return RelativeStep(tuple(_step(layer, perturbation) for layer in layers))
+
+
+def is_per_neuron_relative(
+    model: nn.Module, perturbation: Perturbation, eta: float, *, tolerance: float | None = None
+) -> bool:
+    r"""Whether no neuron moves by more than η of its own size.
+
+    Definition 5: "A step of size η > 0 is said to be per-neuron relative if for any neuron with
+    weights w and bias b, the perturbations satisfy
+    :math:`\|\Delta w\|_2 / \|w\|_2 \le \eta` and :math:`|\Delta b| / |b| \le \eta`." Gains count as biases do.
+    A bias of zero that moves is infinitely far from that; Nero, whose steps of biases are relative to
+    the scale they started with, leaves the definition there.
+
+    Args:
+        model: at W.
+        perturbation: ΔW, by the parameters' names; what is not named stays.
+        eta: η.
+        tolerance: how far the ratio may be above η; by default what rounding to the parameters' dtype explains.
+
+    Example:
+        >>> model = nn.Linear(4, 2, bias=False)
+        >>> step = {"weight": 0.01 * model.weight.detach()}
+        >>> is_per_neuron_relative(model, step, 0.01), is_per_neuron_relative(model, step, 0.009)
+        (True, False)
+    """
+    if isinstance(eta, bool) or not isinstance(eta, int | float) or not eta > 0:
+        raise ValueError(f"eta must be a positive number, like 0.01, but it is {eta!r}")
+    eps = {name: torch.finfo(parameter.dtype).eps for name, parameter in model.named_parameters()}
+    return all(
+        layer.neuron <= eta + (2 * eps[layer.name] if tolerance is None else tolerance)
+        for layer in relative_step(model, perturbation).layers
+    )
+
+
+def _step(layer: Layer, perturbation: Perturbation) -> LayerStep:
+    if layer.name not in perturbation:
+        return LayerStep(layer.name, layer.role.kind, 0.0, 0.0)
+    weights, change = layer.parameter.detach(), perturbation[layer.name].detach().to(layer.parameter.device)
+    dtype = statistics_dtype(weights.dtype)
+    sizes, moves = (norm(layer.role.view(each).to(dtype), layer.role.axes) for each in (weights, change))
+    largest = torch.where(moves > 0, moves / sizes, 0.0).max()  # what is at the origin moves infinitely far
+    return LayerStep(layer.name, layer.role.kind, float(largest), ratio(length(change), length(weights)))

@@ -1,0 +1,98 @@
+"""Turning neurons within caps: at random, and to where a linear function is least."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nero.balance import norm
+from nero.theory.layers import Layer
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The neurons of one layer, each at the pole of a cap of the sphere on which it can turn.
+
+    Attributes:
+        layer: whose neurons.
+        poles: the neurons at length one, zero for those at the origin.
+        lengths: the neurons' norms, which a turn keeps.
+        centred: whether a turn keeps the neurons' mean at zero, too.
+    """
+
+    layer: Layer
+    poles: Tensor
+    lengths: Tensor
+    centred: bool
+
+    @classmethod
+    def around(cls, layer: Layer, centred: bool) -> "Caps":
+        """Caps around the neurons as they are; a neuron of two entries turns freely, as the optimiser lets it."""
+        weights = layer.role.view(layer.parameter.detach())
+        lengths = norm(weights, layer.role.axes)
+        poles = torch.where(lengths > 0, weights / lengths, 0.0)
+        return cls(layer, poles, lengths, centred and layer.fan_in > 2)
+
+    @property
+    def sphere(self) -> int:
+        """The dimension of the sphere that a neuron can turn on."""
+        return self.layer.fan_in - (2 if self.centred else 1)
+
+    def centre(self, tensor: Tensor) -> Tensor:
+        """What of a vector lies in the space of the sphere."""
+        return tensor - tensor.mean(self.layer.role.axes, keepdim=True) if self.centred else tensor
+
+    def random(self, angle: float, generator: torch.Generator) -> Tensor:
+        """The weights with every neuron drawn uniformly from its cap."""
+        draw = torch.randn(self.poles.shape, generator=generator, dtype=self.poles.dtype, device=self.poles.device)
+        angles = cap_angles(self.sphere, angle, self.lengths, generator)
+        return self._turned(self._tangent(self.centre(draw)), angles)
+
+    def least(self, gradient: Tensor, angle: float) -> Tensor:
+        """The weights with every neuron where, in its cap, the linear function of that gradient is least.
+
+        That is straight down the gradient along the sphere, to the rim of the cap or to the antipode of the
+        gradient, whichever comes first. A neuron without a gradient stays at the pole.
+        """
+        down = -self.centre(self.layer.role.view(gradient))
+        ahead = (down * self.poles).sum(self.layer.role.axes, keepdim=True)
+        tangent = self._tangent(down)
+        reach = torch.atan2(norm(tangent, self.layer.role.axes), ahead)
+        return self._turned(tangent, reach.clamp(max=angle))
+
+    def slope(self, gradient: Tensor) -> float:
+        """How fast a linear function of that gradient can fall as all neurons turn at one pace."""
+        tangent = self._tangent(self.centre(self.layer.role.view(gradient)))
+        return float((norm(tangent, self.layer.role.axes) * self.lengths).sum())
+
+    def _tangent(self, vectors: Tensor) -> Tensor:
+        return vectors - (vectors * self.poles).sum(self.layer.role.axes, keepdim=True) * self.poles
+
+    def _turned(self, tangent: Tensor, angles: Tensor) -> Tensor:
+        sizes = norm(tangent, self.layer.role.axes)
+        can = (sizes > 0) & (self.lengths > 0)
+        directions = torch.where(can, tangent / torch.where(can, sizes, 1.0), 0.0)
+        turned = (self.poles * angles.cos() + directions * angles.sin()) * self.lengths
+        whole = torch.where(can, turned, self.poles * self.lengths)
+        return whole.reshape(self.layer.parameter.shape)
+
+
+def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator) -> Tensor:
+    r"""The angles from the pole of points drawn uniformly from caps of S^dim, one for each entry of a tensor.
+
+    Their density is as :math:`\sin^{k-1}\theta`. With :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it becomes smooth in
+    y and all but gone beyond 7, in any dimension, so that its integral on a fixed grid can be inverted.
+    """
+    y = torch.linspace(0, 7, 4001, dtype=torch.float64, device=like.device)
+    sine, cosine = math.sin(angle), math.cos(angle)
+    below = cosine**2 - sine**2 * torch.expm1(-2 * y**2 / dim)  # cos²θ, without cancellation near the rim
+    density = torch.where(below > 0, y * (-(y**2)).exp() / below.sqrt(), 0.0)
+    if cosine**2 < 1e-20:  # the hemisphere: y / cos θ has a limit at y = 0
+        density[0] = math.sqrt(dim / 2)
+    mass = torch.cumulative_trapezoid(density, y)
+    uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device) * mass[-1]
+    after = torch.searchsorted(mass, uniform).clamp(max=len(mass) - 1)
+    before = torch.where(after > 0, mass[(after - 1).clamp(min=0)], 0.0)
+    drawn = y[after] + (uniform - before) / (mass[after] - before) * (y[1] - y[0])
+    return torch.asin((sine * (-(drawn**2) / dim).exp()).clamp(max=1.0)).to(like.dtype)

@@ -8,6 +8,7 @@ from nero.theory.activations import LayerStatistics, Preactivations, preactivati
 from nero.theory.bounds import GeneralisationBound, PacBayesBound, generalisation_bound, pac_bayes_bound
 from nero.theory.caps import CapMeasure, cap_measure
 from nero.theory.neurons import LayerStep, RelativeStep, is_per_neuron_relative, relative_step
+from nero.theory.robustness import Robustness, robustness
 from nero.theory.steps import (
     DeepRelativeTrust,
     LayerChange,
@@ -28,6 +29,7 @@ __all__ = [
     "Preactivations",
     "RelativeChange",
     "RelativeStep",
+    "Robustness",
     "cap_measure",
     "deep_relative_trust",
     "generalisation_bound",
@@ -38,4 +40,5 @@ __all__ = [
     "preactivations",
     "relative_change",
     "relative_step",
+    "robustness",
 ]

@@ -133,9 +133,7 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
 
         return hook
 
-    handles = [
-        modules[name].register_forward_hook(see(name)) for name in owners if _gives_sums(modules[name])
-    ]
+    handles = [modules[name].register_forward_hook(see(name)) for name in owners if _gives_sums(modules[name])]
     devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:

@@ -1,4 +1,4 @@
-"""Generalisation from the measure of solutions (Section 6.2): realisable PAC-Bayes, and its form for balanced networks."""
+"""Generalisation from the measure of solutions (Section 6.2): PAC-Bayes, and its form for balanced networks."""
 
 import math
 from collections.abc import Iterable
@@ -73,11 +73,11 @@ class GeneralisationBound:
 
     def __str__(self) -> str:
         neurons = sum(count for count, _ in self.layers)
+        measured = f"ln K = {self.log_solutions:.4g}, ln P[V_S] = {self.exact.log_measure:.4g}"
         lines = [
             str(self.exact),
             f"  by Ball's bound: {self.ball}",
-            f"  {neurons:,} neuron{'s' if neurons > 1 else ''}, α = {self.alpha:.4g}, ln K = {self.log_solutions:.4g}, "
-            f"ln P[V_S] = {self.exact.log_measure:.4g}",
+            f"  {neurons:,} neuron{'s' if neurons > 1 else ''}, α = {self.alpha:.4g}, {measured}",
         ]
         if self.taken_as_given:
             lines.append(f"  taken as fixed before the data were seen: {', '.join(self.taken_as_given)}")
@@ -107,7 +107,9 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
         vacuous: ε ≤ inf, for 0.95 of all draws of 1,000 examples
     """
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
-        raise ValueError(f"samples must be a whole number of 2 or more, the size of the data set, but it is {samples!r}")
+        raise ValueError(
+            f"samples must be a whole number of 2 or more, the size of the data set, but it is {samples!r}"
+        )
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, like 0.05, but it is {delta!r}")
     if math.isnan(log_measure) or log_measure > 0:

@@ -82,7 +82,7 @@ def check_angle(name: str, angle: float) -> None:
 
 
 def log_incomplete_beta(a: float, b: float, x: float, rest: float | None = None) -> float:
-    """ln I_x(a, b), of the regularised incomplete beta function.
+    """The logarithm of I_x(a, b), the regularised incomplete beta function.
 
     Args:
         a: positive.
@@ -124,7 +124,7 @@ def _fraction(a: float, b: float, x: float) -> float:
 
 
 def _log_beta(a: float, b: float) -> float:
-    """ln B(a, b), without the cancellation of lgamma(a) against lgamma(a + b) where a is large."""
+    """The logarithm of B(a, b), without the cancellation of lgamma(a) against lgamma(a + b) where a is large."""
     a, b = max(a, b), min(a, b)
     if a < _STIRLING:
         return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)

@@ -12,6 +12,8 @@ from nero.roles import KINDS, Kind, Role, roles_of
 #: A change of weights, ΔW, by the parameters' names; what it does not name stays.
 Perturbation: TypeAlias = Mapping[str, Tensor]
 
+NEURONS: tuple[Kind, ...] = ("neuron",)
+
 
 class Layer(NamedTuple):
     """A parameter that is trained, with its role."""
@@ -39,7 +41,7 @@ class Layer(NamedTuple):
         return max(self.fan_in - 2, 1)
 
 
-def layers_of(model: nn.Module, kinds: Collection[Kind] = ("neuron",)) -> list[Layer]:
+def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS) -> list[Layer]:
     """The trained parameters of those kinds, in order.
 
     Raises:

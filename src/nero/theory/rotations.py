@@ -39,6 +39,11 @@ class Caps:
         """The dimension of the sphere that a neuron can turn on."""
         return self.layer.fan_in - (2 if self.centred else 1)
 
+    @property
+    def off_centre(self) -> float:
+        """How far neurons lie off the space of the sphere, at most, of their length."""
+        return float(norm(self.poles - self.centre(self.poles), self.layer.role.axes).max())
+
     def centre(self, tensor: Tensor) -> Tensor:
         """What of a vector lies in the space of the sphere."""
         return tensor - tensor.mean(self.layer.role.axes, keepdim=True) if self.centred else tensor
@@ -81,8 +86,8 @@ class Caps:
 def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator) -> Tensor:
     r"""The angles from the pole of points drawn uniformly from caps of S^dim, one for each entry of a tensor.
 
-    Their density is as :math:`\sin^{k-1}\theta`. With :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it becomes smooth in
-    y and all but gone beyond 7, in any dimension, so that its integral on a fixed grid can be inverted.
+    Their density is as :math:`\sin^{k-1}\theta`. With :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it becomes
+    smooth in y and all but gone beyond 7, in any dimension, so that its integral on a fixed grid can be inverted.
     """
     y = torch.linspace(0, 7, 4001, dtype=torch.float64, device=like.device)
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -95,4 +100,4 @@ def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator)
     after = torch.searchsorted(mass, uniform).clamp(max=len(mass) - 1)
     before = torch.where(after > 0, mass[(after - 1).clamp(min=0)], 0.0)
     drawn = y[after] + (uniform - before) / (mass[after] - before) * (y[1] - y[0])
-    return torch.asin((sine * (-(drawn**2) / dim).exp()).clamp(max=1.0)).to(like.dtype)
+    return torch.asin(sine * (-(drawn**2) / dim).exp()).clamp(max=angle).to(like.dtype)

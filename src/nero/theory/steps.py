@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nero.roles import KINDS, Kind
-from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
+from nero.theory.layers import NEURONS, Layer, Perturbation, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
@@ -79,7 +79,7 @@ class DeepRelativeTrust:
 
     @property
     def holds(self) -> bool:
-        """Whether no layer's gradient changes by more than the bound. This one perturbation proves nothing of others."""
+        """Whether no layer's gradient changes by more than the bound, by this one perturbation."""
         return all(layer.change <= self.bound for layer in self.layers)
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ def is_stable_step(model: nn.Module, loss: Loss, perturbation: Perturbation, *, 
 
 
 def deep_relative_trust(
-    model: nn.Module, loss: Loss, perturbation: Perturbation, *, kinds: Collection[Kind] = ("neuron",)
+    model: nn.Module, loss: Loss, perturbation: Perturbation, *, kinds: Collection[Kind] = NEURONS
 ) -> DeepRelativeTrust:
     r"""The measured change of each layer's gradient beside the bound of deep relative trust.
 

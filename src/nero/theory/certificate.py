@@ -1,0 +1,83 @@
+"""A proof, layer by layer, that a perceptron makes no error while its neurons turn."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from nero.theory.classifier import BATCH, Classifier, margin_between
+from nero.theory.rotations import Caps
+
+#: Layers that keep order, entry by entry, when they evaluate.
+_MONOTONE = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Dropout,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.Hardtanh,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softsign,
+)
+
+
+def chain_of(model: nn.Module) -> list[nn.Module] | None:
+    """The layers of a plain perceptron in order; nothing for any other network."""
+    if type(model) is nn.Sequential:
+        parts = [chain_of(part) for part in model]
+        chain = [layer for part in parts if part is not None for layer in part]
+        return None if None in parts or _has_hooks(model) else chain
+    plain = type(model) is nn.Linear or type(model) in _MONOTONE
+    return [model] if plain and not _has_hooks(model) else None
+
+
+@torch.no_grad()
+def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> bool:
+    r"""Whether no rotation of all neurons by up to an angle makes an error, proved up to rounding.
+
+    Every activation is held in an interval around its value. A neuron w at an angle φ from its input x that turns
+    by up to α moves its output :math:`\|w\| \|x\| \cos\varphi` within
+    :math:`\|w\| \|x\| \cos(\varphi \pm \alpha)`, and its input's own error e adds at most
+    :math:`\min(\|w\| \|e\|, \sum_i |w_i| |e_i| + 2 \sin\frac\alpha2 \|w\| \|e\|)`.
+    Of one layer that is the truth; of more it is a lower bound, the looser the deeper.
+    """
+    caps = {id(each.layer.parameter): each for each in solution.caps.values()}
+    for start in range(0, len(solution.labels), BATCH):
+        part = slice(start, start + BATCH)
+        value = low = high = solution.inputs[part].double()
+        for layer in chain:
+            if isinstance(layer, nn.Linear):
+                value, low, high = _through(layer, caps.get(id(layer.weight)), angle, value, low, high)
+            else:
+                value, low, high = (layer(each) for each in (value, low, high))
+        if not bool((margin_between(low, high, solution.labels[part]) > 0).all()):
+            return False
+    return True
+
+
+def _through(
+    layer: nn.Linear, caps: Caps | None, angle: float, value: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's outputs, and the least and most that they can be."""
+    weight = layer.weight.double()
+    bias = 0.0 if layer.bias is None else layer.bias.double()
+    error = torch.maximum(high - value, value - low)
+    spread = error @ weight.abs().T
+    sums = value @ weight.T
+    if caps is None:  # its weights stay
+        return sums + bias, sums + bias - spread, sums + bias + spread
+    lengths = caps.lengths.double().T
+    whole = lengths * error.norm(dim=1, keepdim=True)
+    spread = torch.minimum(whole, spread + 2 * math.sin(angle / 2) * whole)
+    seen = value - value.mean(1, keepdim=True) if caps.centred else value  # a neuron without a mean sees no mean
+    most = lengths * seen.norm(dim=1, keepdim=True)
+    between = torch.where(most > 0, sums / most, 0.0).clamp(-1, 1).acos()
+    lowest = most * (between + angle).clamp(max=math.pi).cos()
+    highest = most * (between - angle).clamp(min=0).cos()
+    return sums + bias, lowest - spread + bias, highest + spread + bias
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

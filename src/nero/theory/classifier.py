@@ -1,0 +1,156 @@
+"""A network, its training data, and the margins by which it gets them right while its neurons turn."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nero.theory.layers import layers_of
+from nero.theory.rotations import Caps
+
+#: How many examples go through the network at once.
+BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A network with zero training error, and the caps in which its neurons turn.
+
+    Attributes:
+        model: in evaluation mode.
+        inputs: one example a row.
+        labels: which output should be largest; of a network with one output, its sign, as 1 or 0 or as 1 or -1.
+        caps: one for each layer, by the parameter's name.
+    """
+
+    model: nn.Module
+    inputs: Tensor
+    labels: Tensor
+    caps: Mapping[str, Caps]
+
+    def random(self, angle: float, generator: torch.Generator) -> dict[str, Tensor]:
+        """Weights with all neurons drawn at once, each uniformly from its cap."""
+        return {name: caps.random(angle, generator) for name, caps in self.caps.items()}
+
+    def least(self, gradients: Mapping[str, Tensor], angle: float) -> dict[str, Tensor]:
+        """Weights in the caps at which a linear function of those gradients is least."""
+        return {name: caps.least(gradients[name], angle) for name, caps in self.caps.items()}
+
+    @torch.no_grad()
+    def margins(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """By how much each example is right with those weights; zero or less is an error."""
+        return torch.cat(list(self._margins(weights)))
+
+    @torch.no_grad()
+    def first_error(self, weights: Mapping[str, Tensor]) -> int | None:
+        """Which example is an error with those weights, if any is."""
+        for number, margins in enumerate(self._margins(weights)):
+            wrong = (~(margins > 0)).nonzero()
+            if len(wrong):
+                return number * BATCH + int(wrong[0])
+        return None
+
+    def gradients(self, weights: Mapping[str, Tensor], example: int) -> tuple[float, dict[str, Tensor]]:
+        """The margin of one example, and its gradients in those weights."""
+        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        with torch.enable_grad():
+            margin = self._margin(leaves, slice(example, example + 1)).sum()
+            found = torch.autograd.grad(margin, list(leaves.values()), allow_unused=True)
+        gradients = [
+            torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves.values(), found, strict=True)
+        ]
+        return float(margin.detach()), dict(zip(leaves, gradients, strict=True))
+
+    def _margins(self, weights: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        for start in range(0, len(self.labels), BATCH):
+            yield self._margin(weights, slice(start, start + BATCH))
+
+    def _margin(self, weights: Mapping[str, Tensor], part: slice) -> Tensor:
+        outputs = torch.func.functional_call(self.model, dict(weights), (self.inputs[part],))
+        return margin_between(outputs, outputs, self.labels[part])
+
+
+def margin_between(low: Tensor, high: Tensor, labels: Tensor) -> Tensor:
+    """By how much the right output, at its lowest, is above all others at their highest."""
+    low, high = (each.reshape(len(labels), -1) for each in (low, high))
+    if low.shape[1] == 1:  # one neuron: the sign of its output decides
+        return torch.where(labels > 0, low[:, 0], -high[:, 0])
+    right = low.gather(1, labels[:, None])[:, 0]
+    others = high.scatter(1, labels[:, None], -math.inf).amax(1)
+    return right - others
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def classifier(model: nn.Module, data: Any, fix_mean: bool) -> Classifier:
+    """The network with its data, if they are such that Definition 6 says something of them.
+
+    Raises:
+        TypeError: data that is no pair of tensors, labels that are not whole numbers, half precision.
+        ValueError: a model without neurons or whose neurons have a mean, an empty batch, labels without
+            an output, errors on the training data.
+    """
+    layers = layers_of(model)
+    for layer in layers:
+        if layer.parameter.dtype.itemsize < 4:
+            raise TypeError(f"{layer.name!r} is {layer.parameter.dtype}, too coarse for angles: model.float() first")
+    caps = {layer.name: Caps.around(layer, fix_mean) for layer in layers}
+    if any(each.off_centre > 1e-5 for each in caps.values()):
+        raise ValueError(
+            "the neurons' means are not zero: balance the model first (nero.balance_), or give fix_mean=False "
+            "to turn its neurons in all directions"
+        )
+    if not isinstance(data, tuple | list) or len(data) != 2 or not all(isinstance(each, Tensor) for each in data):
+        raise TypeError("data must be a pair of tensors, (inputs, labels)")
+    inputs, labels = data
+    if labels.is_floating_point() or labels.is_complex() or labels.dim() != 1:
+        raise TypeError(f"labels must be whole numbers, one an example, not {labels.dtype} of {tuple(labels.shape)}")
+    if not len(labels) or len(inputs) != len(labels):
+        raise ValueError(
+            f"there are {len(inputs)} inputs and {len(labels)} labels"
+            + (": the batch is empty" if not len(labels) else ", and must be as many of both")
+        )
+    labels = labels.long()
+    with torch.no_grad():
+        outputs = model(inputs[:1])
+    _check_labels(labels, outputs[0].numel())
+    made = Classifier(model, inputs, labels, caps)
+    _check_fit(made)
+    return made
+
+
+def _check_labels(labels: Tensor, outputs: int) -> None:
+    least, most = int(labels.min()), int(labels.max())
+    good = (-1, 1) if outputs == 1 else (0, outputs - 1)
+    if least < good[0] or most > good[1]:
+        named = f"the labels run from {least} to {most}"
+        if outputs == 1:
+            raise ValueError(f"{named}, but the model has one output, whose sign tells 1 from 0 or from -1 alone")
+        raise ValueError(f"{named}, but the model has {outputs} outputs: classes are 0 to {outputs - 1}")
+
+
+def _check_fit(solution: Classifier) -> None:
+    wrong = int((~(solution.margins({}) > 0)).sum())
+    if not wrong:
+        return
+    _, same = torch.unique(solution.inputs.flatten(1), dim=0, return_inverse=True)
+    pairs = torch.unique(torch.stack([same, solution.labels], 1), dim=0)
+    clash = len(pairs) > len(torch.unique(same))
+    raise ValueError(
+        f"the model makes {wrong:,} errors on {len(solution.labels):,} examples, and only solutions without any are "
+        "α-robust (Definition 6)" + (": equal inputs with different labels, which no network fits" if clash else "")
+    )

@@ -73,10 +73,10 @@ class Preactivations:
                 each.name,
                 each.layer,
                 f"{each.means.numel():,}",
-                f"{each.mean:.3g}",
-                f"{each.spread:.3g}",
-                f"{each.variance:.3g}",
-                f"{float(each.variances.min()):.3g} to {float(each.variances.max()):.3g}",
+                _short(each.mean),
+                _short(each.spread),
+                _short(each.variance),
+                f"{_short(float(each.variances.min()))} to {_short(float(each.variances.max()))}",
             )
             for each in self.layers
         ]
@@ -148,6 +148,11 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     return Preactivations(
         tuple(_statistics(name, modules[name], torch.cat(sums)) for name, sums in seen.items()), tuple(left_out)
     )
+
+
+def _short(number: float) -> str:
+    """A number of three digits; what is nothing beside one is shown as zero."""
+    return f"{round(number, 6) + 0.0:.3g}"
 
 
 def _gives_sums(module: nn.Module) -> bool:

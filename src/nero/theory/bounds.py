@@ -174,6 +174,7 @@ def generalisation_bound(
             )
     if math.isnan(log_solutions):
         raise ValueError("log_solutions is not a number; give 0.0 for one solution")
+    # a neuron of two entries is held to its norm alone, and so lives on a circle
     caps = [(count, cap_measure(max(fan_in - 2, 1), alpha)) for count, fan_in in layers]
     exact = log_solutions + math.fsum(count * cap.log_measure for count, cap in caps)
     ball = log_solutions + math.fsum(count * cap.log_ball for count, cap in caps)

@@ -1,7 +1,7 @@
 """A network, its training data, and the margins by which it gets them right while its neurons turn."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nero.theory.layers import layers_of
+from nero.theory.layers import Layer
 from nero.theory.rotations import Caps
 
 #: How many examples go through the network at once.
@@ -36,9 +36,9 @@ class Classifier:
         """Weights with all neurons drawn at once, each uniformly from its cap."""
         return {name: caps.random(angle, generator) for name, caps in self.caps.items()}
 
-    def least(self, gradients: Mapping[str, Tensor], angle: float) -> dict[str, Tensor]:
+    def least(self, gradients: Mapping[str, Tensor], angle: float, near: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights in the caps at which a linear function of those gradients is least."""
-        return {name: caps.least(gradients[name], angle) for name, caps in self.caps.items()}
+        return {name: caps.least(gradients[name], angle, near[name]) for name, caps in self.caps.items()}
 
     @torch.no_grad()
     def margins(self, weights: Mapping[str, Tensor]) -> Tensor:
@@ -96,15 +96,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def classifier(model: nn.Module, data: Any, fix_mean: bool) -> Classifier:
+def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: bool) -> Classifier:
     """The network with its data, if they are such that Definition 6 says something of them.
 
     Raises:
         TypeError: data that is no pair of tensors, labels that are not whole numbers, half precision.
-        ValueError: a model without neurons or whose neurons have a mean, an empty batch, labels without
-            an output, errors on the training data.
+        ValueError: neurons that have a mean, an empty batch, labels without an output, errors on the training data.
     """
-    layers = layers_of(model)
+    layers = list(layers)
     for layer in layers:
         if layer.parameter.dtype.itemsize < 4:
             raise TypeError(f"{layer.name!r} is {layer.parameter.dtype}, too coarse for angles: model.float() first")

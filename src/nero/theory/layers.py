@@ -32,14 +32,6 @@ class Layer(NamedTuple):
         """How many neurons there are."""
         return self.parameter.numel() // self.fan_in
 
-    @property
-    def sphere(self) -> int:
-        """The dimension of the sphere that a balanced neuron lives on.
-
-        It is the fan-in less two, and one for a neuron of two entries, which is held to its norm alone.
-        """
-        return max(self.fan_in - 2, 1)
-
 
 def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS) -> list[Layer]:
     """The trained parameters of those kinds, in order.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier, evaluating
+from nero.theory.layers import layers_of
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9
@@ -21,7 +22,8 @@ class Robustness:
     """What is known of the largest α for which a solution is α-robust; prints as sentences.
 
     Attributes:
-        lower: α is at least this, by a proof; ``None`` where there is none, as for all but plain perceptrons.
+        lower: α is at least this, by a proof, but for rounding; ``None`` where there is none, as for all networks
+            but plain perceptrons.
         upper: α is at most this, since a rotation by so much makes an error; ``None`` where none was found.
         example: which example that rotation gets wrong.
         witness: that rotation, as a perturbation of the weights by the parameters' names.
@@ -88,7 +90,7 @@ def robustness(
       smallest angle at which that, or a random rotation, makes an error is an upper bound of α, with the
       rotation as its witness; a better search could find a smaller one.
     - What **random** rotations do. All neurons are drawn at once, uniformly from their caps, at the largest angle at
-      which a tenth as many draws made no error. How many of N fresh draws make an error bounds, with a confidence,
+      which a quarter as many draws made no error. How many of N fresh draws make an error bounds, with a confidence,
       the share of rotations that make none. That is no lower bound of α, since in many dimensions the worst
       rotation is rare, but one of the measure of solutions,
       :math:`P[V_S] \ge \text{share} \cdot \prod P[\mathrm{cap}(\text{typical})]`, which is what
@@ -120,8 +122,8 @@ def robustness(
         ...     _ = model.weight.copy_(torch.tensor([[1.0, 0.0]]))
         >>> data = torch.tensor([[1.0, 1.0], [-1.0, 0.0]]), torch.tensor([1, -1])
         >>> found = robustness(model, data, fix_mean=False)  # the first is π/4 from the hyperplane
-        >>> found.lower < math.pi / 4 < found.upper, found.example
-        (True, 0)
+        >>> f"{found.lower:.1f} to {found.upper:.1f}, by example {found.example}"
+        '0.8 to 0.8, by example 0'
     """
     check_angle("limit", limit)
     for name, count in (("rotations", rotations), ("examples", examples), ("steps", steps)):
@@ -130,15 +132,16 @@ def robustness(
     for name, share in (("confidence", confidence), ("tolerance", tolerance)):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
+    layers = layers_of(model)
     with evaluating(model):
-        solution = classifier(model, data, fix_mean)
+        solution = classifier(model, layers, data, fix_mean)
         chain = chain_of(model)
         lower = None
         if chain is not None:
             lower = _largest(lambda angle: certified(solution, chain, angle), limit, tolerance)
         search = _Search(solution, limit, tolerance, steps, seed)
         search.turn_against(examples)
-        pilot = -(-rotations // 10)
+        pilot = -(-rotations // 4)
         typical = _largest(lambda angle: not search.try_at_random(angle, pilot, stop=True), limit, tolerance)
         errors = search.try_at_random(typical, rotations)
     return Robustness(
@@ -224,12 +227,15 @@ class _Search:
     def _errs(self, example: int, angle: float) -> bool:
         """Whether turning all neurons by up to an angle against the example's margin makes it an error."""
         for weights in (self.poles, self.solution.random(angle, self.generator)):
+            last = math.inf
             for _ in range(self.steps + 1):
                 margin, gradients = self.solution.gradients(weights, example)
                 if margin <= 0:
                     self._keep(angle, example, weights)
                     return True
-                weights = self.solution.least(gradients, angle)
+                if math.isclose(margin, last, rel_tol=1e-6):
+                    break
+                last, weights = margin, self.solution.least(gradients, angle, weights)
         return False
 
     def _keep(self, angle: float, example: int, weights: dict[str, Tensor]) -> None:

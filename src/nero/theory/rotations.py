@@ -52,19 +52,24 @@ class Caps:
         """The weights with every neuron drawn uniformly from its cap."""
         draw = torch.randn(self.poles.shape, generator=generator, dtype=self.poles.dtype, device=self.poles.device)
         angles = cap_angles(self.sphere, angle, self.lengths, generator)
-        return self._turned(self._tangent(self.centre(draw)), angles)
+        return self._turned(self._tangent(self.centre(draw)), angles).reshape(self.layer.parameter.shape)
 
-    def least(self, gradient: Tensor, angle: float) -> Tensor:
+    def least(self, gradient: Tensor, angle: float, near: Tensor) -> Tensor:
         """The weights with every neuron where, in its cap, the linear function of that gradient is least.
 
-        That is straight down the gradient along the sphere, to the rim of the cap or to the antipode of the
-        gradient, whichever comes first. A neuron without a gradient stays at the pole.
+        That is straight down the gradient along the sphere, to the rim of the cap or to where the function is
+        least on all of the sphere, whichever comes first. Where all ways down are as good, it is the one towards
+        the weights given as near; a neuron without a gradient stays there.
         """
+        axes = self.layer.role.axes
+        near = self.layer.role.view(near)
         down = -self.centre(self.layer.role.view(gradient))
-        ahead = (down * self.poles).sum(self.layer.role.axes, keepdim=True)
-        tangent = self._tangent(down)
-        reach = torch.atan2(norm(tangent, self.layer.role.axes), ahead)
-        return self._turned(tangent, reach.clamp(max=angle))
+        steepness, tangent = norm(down, axes), self._tangent(down)
+        slope = norm(tangent, axes)
+        reach = torch.atan2(slope, (down * self.poles).sum(axes, keepdim=True)).clamp(max=angle)
+        even = slope <= 16 * torch.finfo(slope.dtype).eps * steepness  # the pole is the best point, or the worst
+        turned = self._turned(torch.where(even, self._tangent(near), tangent), reach)
+        return torch.where(steepness > 0, turned, near).reshape(self.layer.parameter.shape)
 
     def slope(self, gradient: Tensor) -> float:
         """How fast a linear function of that gradient can fall as all neurons turn at one pace."""
@@ -75,12 +80,13 @@ class Caps:
         return vectors - (vectors * self.poles).sum(self.layer.role.axes, keepdim=True) * self.poles
 
     def _turned(self, tangent: Tensor, angles: Tensor) -> Tensor:
-        sizes = norm(tangent, self.layer.role.axes)
-        can = (sizes > 0) & (self.lengths > 0)
-        directions = torch.where(can, tangent / torch.where(can, sizes, 1.0), 0.0)
-        turned = (self.poles * angles.cos() + directions * angles.sin()) * self.lengths
-        whole = torch.where(can, turned, self.poles * self.lengths)
-        return whole.reshape(self.layer.parameter.shape)
+        can = (norm(tangent, self.layer.role.axes) > 0) & (self.lengths > 0)
+        direction = torch.where(can, tangent, 0.0)
+        for _ in range(2):  # once more, for where rounding left a part along the pole
+            direction = self._tangent(direction)
+            direction = direction / torch.where(can, norm(direction, self.layer.role.axes), 1.0)
+        turned = (self.poles * angles.cos() + direction * angles.sin()) * self.lengths
+        return torch.where(can, turned, self.poles * self.lengths)
 
 
 def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,1022 @@
+"""The theory's tools against computations of their own: closed forms, exact sums, quadrature, chance, brute force."""
+
+import copy
+import itertools
+import math
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import nero
+import nero.theory
+from nero import theory
+from nero.theory.caps import log_incomplete_beta
+from nero.theory.layers import layers_of
+from nero.theory.robustness import share_at_least
+from nero.theory.rotations import Caps, cap_angles
+
+PAGE = (Path(__file__).parents[1] / "docs/theory.md").read_text()
+ANGLES = (1e-3, 0.1, 0.5, 1.0, 1.4, 1.55, math.pi / 2)
+
+
+def perceptron(*widths: int, bias: bool = False) -> nn.Sequential:
+    layers = [nn.Linear(a, b, bias=bias, dtype=torch.float64) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*[each for layer in layers for each in (layer, nn.ReLU())][:-1])
+
+
+def linear_network(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=torch.float64) for a, b in itertools.pairwise(widths)))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+# -- caps --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("angle", ANGLES)
+@pytest.mark.parametrize(
+    ("dim", "exact"),
+    [
+        (1, lambda a: a / math.pi),
+        (2, lambda a: math.sin(a / 2) ** 2),
+        (3, lambda a: (a - math.sin(a) * math.cos(a)) / math.pi if a > 0.01 else 2 * a**3 / (3 * math.pi)),
+        (4, lambda a: math.sin(a / 2) ** 4 * (2 + math.cos(a))),
+    ],
+    ids=["circle", "sphere", "S^3", "S^4"],
+)
+def test_caps_of_low_dimensions_are_the_closed_forms(dim: int, exact, angle: float):
+    cap = theory.cap_measure(dim, angle)
+    accuracy = 1e-12 if dim != 3 or angle > 0.01 else 1e-6  # the closed form cancels there: its series is used instead
+    assert cap.measure == pytest.approx(exact(angle), rel=accuracy)
+    assert cap.measure == pytest.approx(exact(angle), abs=1e-10)
+
+
+def sine_powers(sine: Fraction, cosine: Fraction, power: int) -> Fraction:
+    """∫₀^α sin^power, for an odd power and a rational sine and cosine: exact, by parts."""
+    total = 1 - cosine
+    for n in range(3, power + 1, 2):
+        total = (-cosine * sine ** (n - 1) + (n - 1) * total) / n
+    return total
+
+
+@pytest.mark.parametrize(
+    ("sine", "cosine"), [((3, 5), (4, 5)), ((4, 5), (3, 5)), ((9, 41), (40, 41)), ((40, 41), (9, 41))]
+)
+@pytest.mark.parametrize("dim", [2, 10, 38, 40, 42, 400, 2000])
+def test_caps_of_many_dimensions_are_the_exact_fractions(dim: int, sine: tuple[int, int], cosine: tuple[int, int]):
+    whole = 2 * sine_powers(Fraction(1), Fraction(0), dim - 1)
+    share = sine_powers(Fraction(*sine), Fraction(*cosine), dim - 1) / whole
+    log_share = math.log(share.numerator) - math.log(share.denominator)
+    found = theory.cap_measure(dim, math.atan2(sine[0] / sine[1], cosine[0] / cosine[1]))
+    # an angle's own rounding is worth dim · eps / tan(angle)
+    assert found.log_measure == pytest.approx(log_share, abs=1e-11, rel=1e-14 * 8)
+
+
+@pytest.mark.parametrize("dim", [7, 101, 5001, 1_000_001])
+@pytest.mark.parametrize("angle", [0.01, 0.7, 1.5, 1.57])
+def test_caps_of_odd_dimensions_are_the_integral(dim: int, angle: float):
+    """Simpson's rule for ∫ sin^(k-1), over its peak at the rim, against that over the whole sphere."""
+
+    def log_integral(end: float) -> float:
+        width = min(
+            end, 60 / max((dim - 1) / math.tan(end), math.sqrt(dim - 1)) if end < 1.5 else 12 / math.sqrt(dim - 1)
+        )
+        theta = end - width + width * torch.arange(40_001, dtype=torch.float64) / 40_000
+        logs = (dim - 1) * torch.sin(theta).log()
+        simpson = torch.tensor([2.0, 4.0], dtype=torch.float64).repeat(20_001)[:40_001].clone()
+        simpson[[0, -1]] = 1.0
+        return float((logs + simpson.log()).logsumexp(0)) + math.log(width / 120_000)
+
+    wanted = log_integral(angle) - log_integral(math.pi / 2) - math.log(2)
+    assert theory.cap_measure(dim, angle).log_measure == pytest.approx(wanted, abs=1e-8)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 5, 30])
+def test_caps_are_what_chance_finds(dim: int):
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(200_000, dim + 1, generator=generator, dtype=torch.float64)
+    angles = torch.atan2(points[:, 1:].norm(dim=1), points[:, 0])
+    for angle in (0.4, 1.0, 1.3, 1.5):
+        share = theory.cap_measure(dim, angle).measure
+        inside = int((angles <= angle).sum())
+        assert abs(inside - 200_000 * share) <= 5 * math.sqrt(200_000 * share * (1 - share)) + 1e-9
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 10, 782, 4606, 10**6])
+@pytest.mark.parametrize("angle", ANGLES)
+def test_balls_bound_is_one(dim: int, angle: float):
+    """Lemma 2.3 of Ball: a cap of chord radius r has at least ½ (r/2)^dim."""
+    cap = theory.cap_measure(dim, angle)
+    assert math.isfinite(cap.log_measure)
+    assert cap.log_ball == pytest.approx(math.log(0.5) + dim * math.log(2 * math.sin(angle / 2) / 2))
+    assert cap.log_ball <= cap.log_measure <= math.log(0.5) + 1e-12
+    assert cap.ball <= cap.measure <= 0.5 + 1e-12
+
+
+def test_caps_grow_smoothly_where_the_method_changes():
+    """Along a fine row of angles and of dimensions, the logarithm rises and falls without a jump."""
+    at = [theory.cap_measure(50, 1.2 + 1e-4 * step).log_measure for step in range(3600)]
+    rises = [b - a for a, b in itertools.pairwise(at)]
+    assert min(rises) > 0
+    assert max(abs(b - a) for a, b in itertools.pairwise(rises)) < 2e-6
+    by_dim = [theory.cap_measure(dim, 1.0).log_measure for dim in range(1, 200)]
+    assert all(b < a for a, b in itertools.pairwise(by_dim))
+
+
+@pytest.mark.parametrize("angle", [0, -0.1, 1.6, math.pi, math.nan, math.inf, "1", None, True])
+def test_angles_have_a_range(angle):
+    with pytest.raises(ValueError, match=r"angle in \(0, π/2\], in radians, but it is"):
+        theory.cap_measure(10, angle)
+    with pytest.raises(ValueError, match=r"alpha must be an angle in \(0, π/2\]"):
+        theory.generalisation_bound([(2, 5)], angle, 100)
+
+
+@pytest.mark.parametrize("dim", [0, -3, 2.5, True, "2"])
+def test_spheres_have_a_dimension(dim):
+    with pytest.raises(ValueError, match="dim must be a whole number of 1 or more"):
+        theory.cap_measure(dim, 1.0)
+
+
+def test_the_incomplete_beta_function_is_the_binomials_tail():
+    for draws, kept, share in itertools.product((5, 40, 900), (1, 3, 5), (0.01, 0.3, 0.5, 0.99)):
+        tail = sum(
+            math.comb(draws, k) * Fraction(share) ** k * (1 - Fraction(share)) ** (draws - k) for k in range(kept)
+        )
+        wanted = math.log(1 - tail) if tail < Fraction(1, 2) else math.log(float(1 - tail))
+        assert log_incomplete_beta(kept, draws - kept + 1, share) == pytest.approx(wanted, abs=1e-10)
+    assert log_incomplete_beta(2.0, 3.0, 0.0) == -math.inf
+    assert log_incomplete_beta(2.0, 3.0, 1.0) == 0.0
+
+
+# -- the bound ---------------------------------------------------------------------------------
+
+
+def test_the_bound_by_hand():
+    """Two neurons of fan-in 4: caps of the sphere S², of (1 - cos α)/2 each; n = 50, δ = 0.1, K = 3, α = 1."""
+    found = theory.generalisation_bound([(2, 4)], 1.0, 50, delta=0.1, log_solutions=math.log(3))
+    share = 3 * ((1 - math.cos(1)) / 2) ** 2  # 0.158491...
+    assert share == pytest.approx(0.15849148, abs=1e-8)
+    assert found.exact.bound == pytest.approx((math.log(1 / share) + math.log(1000)) / 49, rel=1e-12)
+    # m ln 2 + m(d-2) ln 1/sin(α/2) + ln 2n/δ - ln K = 1.386294 + 4 · 0.735167 + 6.907755 - 1.098612 = 10.136104
+    assert found.ball.bound == pytest.approx(10.136104 / 49, rel=1e-6)
+    assert found.exact.error == pytest.approx(1 - math.exp(-found.exact.bound))
+    assert not found.vacuous
+    assert str(found).startswith(f"ε ≤ {found.exact.error:.4g} for 0.9 of all draws of 50 examples\n")
+    assert "2 neurons, α = 1, ln K = 1.099" in str(found)
+
+
+def test_the_bound_of_a_model_is_that_of_its_layers():
+    model = nero.balance_(nn.Sequential(nn.Linear(9, 5), nn.ReLU(), nn.Conv1d(4, 3, 2), nn.BatchNorm1d(3)))
+    found = theory.generalisation_bound(model, 0.5, 1000)
+    assert found.layers == ((5, 9), (3, 8))
+    given = theory.generalisation_bound([(5, 9), (3, 8)], 0.5, 1000)
+    assert found.exact == given.exact
+    assert found.taken_as_given == ("0.bias", "2.bias", "3.weight", "3.bias")
+    assert "taken as fixed before the data were seen: 0.bias, 2.bias, 3.weight, 3.bias" in str(found)
+    one = theory.generalisation_bound([(1, 9)], 0.5, 1000).exact.log_measure
+    other = theory.generalisation_bound([(1, 8)], 0.5, 1000).exact.log_measure
+    assert found.exact.log_measure == pytest.approx(5 * one + 3 * other)
+    model[0].weight.requires_grad_(False)
+    assert theory.generalisation_bound(model, 0.5, 1000).layers == ((3, 8),)
+
+
+def test_neurons_of_two_entries_live_on_a_circle():
+    found = theory.generalisation_bound([(1, 2)], 1.0, 10)
+    assert found.exact.log_measure == pytest.approx(math.log(1 / math.pi))
+
+
+def test_the_bound_is_vacuous_where_it_is():
+    model = nero.balance_(perceptron(784, 784, 784, 10))
+    found = theory.generalisation_bound(model, 0.01, 60_000)
+    assert found.vacuous
+    assert str(found).startswith("vacuous: ε ≤ ")
+    assert found.exact.bound < found.ball.bound < math.inf
+    nothing = theory.generalisation_bound([(2, 5)], 1.0, 100, log_solutions=-math.inf)
+    assert nothing.vacuous
+    assert nothing.exact.bound == math.inf
+    assert nothing.exact.error == 1.0
+
+
+@pytest.mark.parametrize("dim", [3, 20, 800])
+def test_balls_form_is_never_better(dim: int):
+    for angle in ANGLES:
+        found = theory.generalisation_bound([(7, dim)], angle, 500)
+        assert found.exact.bound <= found.ball.bound + 1e-15
+
+
+def test_solutions_have_room():
+    half = math.log(2)
+    assert theory.generalisation_bound(
+        [(1, 5)], math.pi / 2, 100, log_solutions=half
+    ).exact.log_measure == pytest.approx(0, abs=1e-12)
+    with pytest.raises(ValueError, match=r"do not fit side by side.*at most"):
+        theory.generalisation_bound([(1, 5)], math.pi / 2, 100, log_solutions=1.0)
+    with pytest.raises(ValueError, match="log_solutions is not a number"):
+        theory.generalisation_bound([(1, 5)], 1.0, 100, log_solutions=math.nan)
+
+
+@pytest.mark.parametrize("samples", [1, 0, -5, 10.0, True])
+def test_the_bound_wants_samples(samples):
+    with pytest.raises(ValueError, match="samples must be a whole number of 2 or more"):
+        theory.generalisation_bound([(2, 5)], 1.0, samples)
+
+
+@pytest.mark.parametrize("delta", [0, 1, -0.1, math.nan, True])
+def test_the_bound_wants_a_delta(delta):
+    with pytest.raises(ValueError, match="delta must be between 0 and 1"):
+        theory.pac_bayes_bound(-1.0, 10, delta)
+
+
+@pytest.mark.parametrize("log_measure", [0.1, math.nan, math.inf])
+def test_the_bound_wants_a_probability(log_measure):
+    with pytest.raises(ValueError, match="logarithm of a probability"):
+        theory.pac_bayes_bound(log_measure, 10)
+
+
+@pytest.mark.parametrize("layers", [[], [(0, 5)], [(3, 1)]])
+def test_the_bound_wants_layers(layers):
+    with pytest.raises(ValueError, match="one or more"):
+        theory.generalisation_bound(layers, 1.0, 10)
+
+
+def test_the_bound_wants_a_balanced_network():
+    with pytest.raises(ValueError, match=r"not balanced.*nero\.balance_"):
+        theory.generalisation_bound(nn.Linear(5, 3), 1.0, 10)
+
+
+# -- pre-activations ---------------------------------------------------------------------------
+
+
+def whitened(count: int, width: int, mean: float) -> Tensor:
+    """Inputs that are on this batch exactly uncorrelated, of that mean and of variance one."""
+    raw = torch.randn(count, width, dtype=torch.float64)
+    raw = raw - raw.mean(0)
+    return mean + torch.linalg.qr(raw).Q * math.sqrt(count)
+
+
+def test_balanced_neurons_standardise():
+    """Section 3.1 to the letter: uncorrelated inputs of mean μ and variance 1 give mean 0 and variance 1."""
+    inputs = whitened(200, 30, mean=7.0)
+    layer = nn.Linear(30, 12, bias=False, dtype=torch.float64)
+    (before,) = theory.preactivations(layer, inputs).layers
+    assert before.spread > 0.1
+    (after,) = theory.preactivations(nero.balance_(layer), inputs).layers
+    torch.testing.assert_close(after.means, torch.zeros(12, dtype=torch.float64), atol=1e-12, rtol=0)
+    torch.testing.assert_close(after.variances, torch.ones(12, dtype=torch.float64), atol=1e-12, rtol=0)
+    assert (after.samples, after.layer) == (200, "Linear")
+
+
+def test_statistics_are_those_of_each_neuron_whatever_the_layer():
+    torch.manual_seed(0)
+    conv, up, head = nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Linear(6, 5)
+    model = nn.Sequential(conv, nn.ReLU(), up, nn.Flatten(2), nn.AdaptiveAvgPool1d(1), nn.Flatten(), head)
+    batch = torch.randn(8, 2, 6, 6)
+    found = theory.preactivations(model, batch)
+    assert [each.name for each in found.layers] == ["0", "2", "6"]
+    assert [each.samples for each in found.layers] == [8 * 16, 8 * 36, 8]
+    sums = conv(batch)
+    for row, wanted in zip(found.layers, (sums, up(sums.relu()), model(batch)), strict=True):
+        by_neuron = wanted.detach().transpose(0, 1).flatten(1).double()
+        torch.testing.assert_close(row.means, by_neuron.mean(1), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(row.variances, by_neuron.var(1, correction=0), atol=1e-6, rtol=1e-5)
+        assert row.mean == pytest.approx(float(by_neuron.mean()), abs=1e-6)
+        assert row.spread == pytest.approx(float(by_neuron.mean(1).square().mean().sqrt()), abs=1e-6)
+        assert row.variance == pytest.approx(float(by_neuron.var(1, correction=0).mean()), abs=1e-6)
+    lines = str(found).splitlines()
+    assert lines[0].split()[:4] == ["layer", "class", "neurons", "mean"]
+    assert lines[3].split()[:3] == ["2", "ConvTranspose2d", "6"]
+
+
+def test_the_report_changes_nothing():
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5, 3))
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    theory.preactivations(model, torch.randn(9, 6, generator=torch.Generator().manual_seed(0)))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_layers_that_run_twice_or_cannot_be_seen():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 4)
+            self.layer = nero.centred_weight_norm(nn.Linear(4, 4))
+            self.rnn = nn.RNN(4, 3, batch_first=True)
+
+        def forward(self, tokens: Tensor, shift: float) -> Tensor:
+            return self.rnn(self.layer(self.layer(self.table(tokens) + shift)))[0]
+
+    model = Twice()
+    found = theory.preactivations(model, (torch.randint(7, (5, 6)), 0.5))
+    (row,) = found.layers
+    assert (row.name, row.layer, row.samples) == ("layer", "Linear", 2 * 30)
+    assert found.left_out == ("table.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0")
+    assert str(found).endswith("not seen: table.weight, rnn.weight_ih_l0, rnn.weight_hh_l0")
+
+
+def test_one_unbatched_image_has_places():
+    (row,) = theory.preactivations(nn.Conv2d(2, 4, 3), torch.randn(2, 6, 6)).layers
+    assert (row.samples, row.means.numel()) == (16, 4)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(0, 4), ()])
+def test_an_empty_batch_has_no_statistics(batch):
+    with pytest.raises(ValueError, match="the batch is empty"):
+        theory.preactivations(nn.Linear(4, 3), batch)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(1, 4), torch.zeros(4)])
+def test_one_example_has_no_variance(batch):
+    with pytest.raises(ValueError, match="one example, which has no variance"):
+        theory.preactivations(nn.Linear(4, 3), batch)
+
+
+def test_sums_that_nobody_sees():
+    with pytest.raises(ValueError, match="no layer's sums can be seen"):
+        theory.preactivations(nn.Embedding(4, 3), torch.tensor([1, 2]))
+
+
+# -- steps -------------------------------------------------------------------------------------
+
+
+def product(matrices: list[Tensor]) -> Tensor:
+    """The last times ... times the first; the unit matrix if there are none."""
+    return torch.linalg.multi_dot(matrices[::-1]) if len(matrices) > 1 else matrices[0]
+
+
+def gradients_by_hand(weights: list[Tensor], slope: Tensor, inputs: Tensor) -> list[Tensor]:
+    """Of the loss ⟨slope, W_L ... W_1 x⟩ in each W_l: (W_L ... W_{l+1})ᵀ slope (W_{l-1} ... W_1 x)ᵀ."""
+    found = []
+    for index in range(len(weights)):
+        after = product([*weights[index + 1 :]]) if index + 1 < len(weights) else torch.eye(len(weights[-1])).double()
+        before = product([*weights[:index]]) @ inputs if index else inputs
+        found.append(after.T @ slope @ before.T)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trust_of_linear_networks_is_the_product_of_matrices(seed: int):
+    torch.manual_seed(seed)
+    model = linear_network(4, 5, 3, 6, 2)
+    inputs, slope = torch.randn(4, 7, dtype=torch.float64), torch.randn(2, 7, dtype=torch.float64)
+    step = {name: 0.2 * torch.randn_like(weight) for name, weight in weights_of(model).items()}
+    found = theory.deep_relative_trust(model, lambda model: (model(inputs.T).T * slope).sum(), step)
+    weights = list(weights_of(model).values())
+    before = gradients_by_hand(weights, slope, inputs)
+    after = gradients_by_hand([w + d for w, d in zip(weights, step.values(), strict=True)], slope, inputs)
+    bound = 1.0
+    for row, w, d, a, b in zip(found.layers, weights, step.values(), before, after, strict=True):
+        assert row.change == pytest.approx(float((b - a).norm() / a.norm()), rel=1e-10)
+        assert row.cosine == pytest.approx(float(-(d * a).sum() / d.norm() / a.norm()), rel=1e-10)
+        bound *= 1 + float(d.norm() / w.norm())
+    assert found.bound == pytest.approx(bound - 1, rel=1e-10)
+    assert found.holds == all(row.change <= bound - 1 for row in found.layers)
+
+
+@pytest.mark.parametrize("depth", [2, 5, 20])
+@pytest.mark.parametrize("eta", [0.001, 0.01, 0.1])
+def test_trust_where_every_layer_grows(depth: int, eta: float):
+    """ΔW = η W grows each gradient by the other layers: by (1+η)^(L-1) - 1, just below the bound (1+η)^L - 1."""
+    model = linear_network(*[3] * (depth + 1))
+    grown = {name: eta * weight for name, weight in weights_of(model).items()}
+    found = theory.deep_relative_trust(model, lambda model: model(torch.ones(2, 3).double()).sum(), grown)
+    assert found.bound == pytest.approx((1 + eta) ** depth - 1, rel=1e-10)
+    assert [row.change for row in found.layers] == pytest.approx([(1 + eta) ** (depth - 1) - 1] * depth, rel=1e-6)
+    assert found.holds
+    assert found.share(found.layers[0]) < 1
+    assert "deep relative trust holds" in str(found)
+
+
+def test_trust_is_a_model_and_can_be_broken():
+    """W = diag(1, ε) and ΔW = diag(0, δ): little of the matrix, but all of what the gradient passes through."""
+    model = linear_network(2, 2, 2)
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.copy_(torch.diag(torch.tensor([1.0, 0.01])))
+    step = {f"{index}.weight": torch.diag(torch.tensor([0.0, 0.1])).double() for index in range(2)}
+    blind = torch.tensor([[0.0, 1.0]]).double()
+    found = theory.deep_relative_trust(model, lambda model: model(blind)[0, 1], step)
+    assert [row.change for row in found.layers] == pytest.approx([10.0, 10.0])
+    assert found.bound == pytest.approx((1 + 0.1 / math.hypot(1, 0.01)) ** 2 - 1)
+    assert not found.holds
+    assert str(found).endswith("deep relative trust does not hold for this perturbation")
+
+
+def test_biases_move_but_are_no_layers_of_trust():
+    model = perceptron(4, 5, 3, bias=True)
+    step = {name: 0.1 * torch.ones_like(weight) for name, weight in weights_of(model).items()}
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(torch.ones(2, 4).double()).square().sum()
+
+    found = theory.deep_relative_trust(model, loss, step)
+    assert [row.name for row in found.layers] == ["0.weight", "2.weight"]
+    still = {name: change for name, change in step.items() if "weight" in name}
+    assert theory.deep_relative_trust(model, loss, still).layers[0].change != found.layers[0].change
+    counted = theory.deep_relative_trust(model, loss, step, kinds=("neuron", "bias"))
+    assert len(counted.layers) == 4
+    assert counted.bound > found.bound
+
+
+def quadratic(model: nn.Module) -> Tensor:
+    return 0.5 * model.weight.square().sum()
+
+
+@pytest.mark.parametrize(("size", "stable"), [(0.1, True), (0.999, True), (1.001, False), (1.9, False), (-0.1, False)])
+def test_a_quadratics_steps_are_stable_up_to_its_minimum(size: float, stable: bool):
+    model = nn.Linear(4, 3, bias=False, dtype=torch.float64)
+    step = {"weight": -size * model.weight.detach()}
+    (row,) = theory.relative_change(model, quadratic, step).layers
+    assert row.change == pytest.approx(abs(size))
+    assert row.size == pytest.approx(abs(size))
+    assert row.cosine == pytest.approx(math.copysign(1, size))
+    assert theory.is_stable_step(model, quadratic, step) == stable
+
+
+def test_stable_steps_descend():
+    """Along the way, the inequality makes the loss fall; tried on steps of all sizes down a network's gradient."""
+    torch.manual_seed(0)
+    model = perceptron(6, 8, 3, bias=True)
+    inputs, labels = torch.randn(20, 6, dtype=torch.float64), torch.randint(3, (20,))
+
+    def loss(model: nn.Module) -> Tensor:
+        return cross_entropy(model(inputs), labels)
+
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss(model), parameters)
+    seen = set()
+    for size in (0.01, 0.1, 1.0, 10.0, 100.0):
+        step = {name: -size * gradient for name, gradient in zip(names, gradients, strict=True)}
+        stable = theory.is_stable_step(model, loss, step, points=20)
+        moved = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, parameter in moved.named_parameters():
+                parameter.add_(step[name])
+        if stable:
+            assert loss(moved) < loss(model)
+        seen.add(stable)
+    assert seen == {True, False}
+
+
+def test_the_end_alone_does_not_make_a_step_descend():
+    """A loss that climbs on the way, as steep at the end as at the start: stable by the letter, and up it goes."""
+    model = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+
+    def loss(model: nn.Module) -> Tensor:
+        x = model.weight[0, 0]
+        return 3 * x**2 - 2 * x**3 - 0.1 * x  # its slope is -0.1 at 0 and at 1
+
+    step = {"weight": torch.tensor([[1.0, 0.0]], dtype=torch.float64)}
+    assert theory.is_stable_step(model, loss, step)
+    assert not theory.is_stable_step(model, loss, step, points=4)
+    nn.init.ones_(model.weight)
+    assert loss(model).item() == pytest.approx(0.9)
+
+
+def test_what_does_not_move_asks_for_nothing_and_what_has_no_gradient_is_not_stable():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False))
+    first = {"0.weight": -1e-4 * torch.randn(3, 3)}
+    rows = theory.relative_change(model, lambda model: model[0].weight.square().sum(), first).layers
+    assert (rows[1].size, rows[1].change) == (0.0, 0.0)
+    assert math.isnan(rows[1].cosine)
+    assert rows[1].stable
+    both = {**first, "1.weight": torch.ones(2, 3)}
+    rows = theory.relative_change(model, lambda model: model[0].weight.square().sum(), both).layers
+    assert not rows[1].stable
+    printed = str(theory.relative_change(model, lambda model: model[0].weight.square().sum(), both))
+    assert printed.endswith("not a stable step")
+    assert printed.splitlines()[0].split() == ["layer", "|ΔW|/|W|", "|Δ∇|/|∇|", "cos", "θ", "stable"]
+
+
+def test_measuring_leaves_all_as_it_was():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5, 3))
+    inputs = torch.randn(9, 6)
+    model(inputs).sum().backward()
+    before, grads = copy.deepcopy(model.state_dict()), [each.grad.clone() for each in model.parameters()]
+    state = torch.get_rng_state()
+    step = {name: torch.randn_like(weight) for name, weight in weights_of(model).items()}
+    torch.set_rng_state(state)
+    theory.relative_change(model, lambda model: model(inputs).square().sum(), step, points=3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(each.grad, grad) for each, grad in zip(model.parameters(), grads, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def stumbles(model: nn.Module) -> Tensor:
+        if not torch.equal(model[0].weight, before["0.weight"]):
+            raise KeyError("on the way")
+        return model(inputs).sum()
+
+    with pytest.raises(KeyError, match="on the way"):
+        theory.relative_change(model, stumbles, step)
+    assert torch.equal(model[0].weight, before["0.weight"])
+
+
+def test_both_gradients_see_the_same_dropout():
+    model = nn.Sequential(nn.Linear(50, 50), nn.Dropout(), nn.Linear(50, 1))
+    step = {"0.weight": 1e-6 * torch.randn(50, 50)}
+    rows = theory.relative_change(model, lambda model: model(torch.ones(4, 50)).sum(), step).layers
+    assert max(row.change for row in rows) < 1e-3
+
+
+# -- per-neuron relative steps -----------------------------------------------------------------
+
+
+def test_relative_steps_by_hand():
+    """Neurons of length 5 and 13 that move by 0.5 and 0.13, of a matrix of length √194."""
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 4.0], [5.0, 12.0]]))
+        model.bias.copy_(torch.tensor([2.0, -4.0]))
+    step = {
+        "weight": torch.tensor([[0.3, 0.4], [0.13, 0.0]], dtype=torch.float64),
+        "bias": torch.tensor([-0.1, 0.1], dtype=torch.float64),
+    }
+    found = theory.relative_step(model, step)
+    weight, bias = found.layers
+    assert (weight.neuron, weight.layer) == (pytest.approx(0.1), pytest.approx(math.hypot(0.5, 0.13) / math.sqrt(194)))
+    assert (bias.neuron, bias.layer) == (pytest.approx(0.05), pytest.approx(math.sqrt(0.02 / 20)))
+    assert found.neuron == pytest.approx(0.1)
+    assert found.layer == weight.layer
+    assert theory.is_per_neuron_relative(model, step, 0.1)
+    assert not theory.is_per_neuron_relative(model, step, 0.0999)
+    assert theory.is_per_neuron_relative(model, step, 0.0999, tolerance=0.001)
+    assert theory.relative_step(model, {"bias": step["bias"]}).layers[0] == theory.LayerStep("weight", "neuron", 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_per_neuron_is_per_layer(seed: int):
+    """Eq. (pnpl), on neurons of every layout."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Linear(5, 3), nn.BatchNorm2d(6))
+    with torch.no_grad():
+        model[3].bias.add_(1)
+    step = {name: torch.rand(()) * torch.randn_like(weight) for name, weight in weights_of(model).items()}
+    found = theory.relative_step(model, step)
+    assert all(0 < row.layer <= row.neuron for row in found.layers)
+    assert theory.is_per_neuron_relative(model, step, found.neuron)
+    grouped = step["1.weight"].unflatten(0, (2, 2)).transpose(1, 2).flatten(2).norm(dim=2)
+    sizes = model[1].weight.detach().unflatten(0, (2, 2)).transpose(1, 2).flatten(2).norm(dim=2)
+    (row,) = [row for row in found.layers if row.name == "1.weight"]
+    assert row.neuron == pytest.approx(float((grouped / sizes).max()), rel=1e-5)
+
+
+def test_neros_first_step_is_per_neuron_relative():
+    """At the first step ḡ is |g|, so a neuron moves by η before it is projected, and a little less or as much after."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.ReLU(), nn.Linear(30, 5, bias=False))
+    optimiser = nero.Nero(model, lr=0.01)
+    before = copy.deepcopy(model)
+    model(torch.randn(8, 20)).square().sum().backward()
+    optimiser.step()
+    step = {name: weight - weights_of(before)[name] for name, weight in weights_of(model).items()}
+    assert theory.is_per_neuron_relative(before, step, 0.0101)
+    assert not theory.is_per_neuron_relative(before, step, 0.008)
+
+
+def test_a_bias_of_zero_has_no_relative_step():
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    assert theory.is_per_neuron_relative(model, {"weight": 1e-3 * model.weight.detach()}, 0.01)
+    step = {"bias": torch.tensor([0.0, 1e-9])}
+    assert theory.relative_step(model, step).neuron == math.inf
+    assert not theory.is_per_neuron_relative(model, step, 1e6)
+
+
+@pytest.mark.parametrize("eta", [0, -1, math.nan, True, "0.1"])
+def test_steps_have_a_size(eta):
+    with pytest.raises(ValueError, match="eta must be a positive number"):
+        theory.is_per_neuron_relative(nn.Linear(3, 2), {"bias": torch.ones(2)}, eta)
+
+
+# -- turning -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("angle", [0.01, 1.0, 1.5, math.pi / 2])
+@pytest.mark.parametrize("dim", [1, 2, 50, 10_000])
+def test_points_of_a_cap_are_uniform(dim: int, angle: float):
+    """The share of a cap within an angle, of 20,000 draws, against the measure (Kolmogorov's distance)."""
+    generator = torch.Generator().manual_seed(dim)
+    drawn = cap_angles(dim, angle, torch.zeros(20_000, dtype=torch.float64), generator).sort().values
+    assert float(drawn.max()) <= angle
+    whole = theory.cap_measure(dim, angle).log_measure
+    for index in range(500, 20_000, 500):
+        within = math.exp(theory.cap_measure(dim, float(drawn[index])).log_measure - whole)
+        assert within == pytest.approx(index / 20_000, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(7, 4), nn.Conv2d(3, 4, 2), nn.ConvTranspose2d(4, 6, 2, groups=2), nn.Linear(2, 4)], ids=str
+)
+def test_turned_neurons_stay_on_their_sphere(layer: nn.Module):
+    nero.balance_(layer.double())
+    start = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    (caps,) = [Caps.around(each, centred=True) for each in layers_of(layer)]
+    gradient, generator = torch.randn_like(layer.weight), torch.Generator().manual_seed(0)
+    least = caps.least(gradient, 0.3, layer.weight)
+    best = (least * gradient).sum()
+    for turned in (least, *(caps.random(0.3, generator) for _ in range(50))):
+        with torch.no_grad():
+            layer.weight.copy_(turned / 3)
+        assert nero.is_balanced(layer)
+        moved = theory.relative_step(start, {"weight": layer.weight.detach() - start.weight.detach()}).neuron
+        assert moved <= 2 * math.sin(0.15) + 1e-9
+        assert (turned * gradient).sum() >= best
+
+
+def test_the_least_point_of_a_cap_can_lie_inside():
+    layer = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 0.0, 0.0]]))
+    caps = Caps.around(layers_of(layer)[0], centred=False)
+    gradient = torch.tensor([[-1.0, -1.0, 0.0]]).double()
+    torch.testing.assert_close(caps.least(gradient, 1.2, layer.weight), -gradient / math.sqrt(2))
+    at_rim = caps.least(gradient, 0.5, layer.weight)
+    torch.testing.assert_close(at_rim, torch.tensor([[math.cos(0.5), math.sin(0.5), 0.0]]).double())
+    assert caps.slope(gradient) == pytest.approx(1.0)
+    elsewhere = torch.tensor([[math.cos(0.1), 0.0, math.sin(0.1)]]).double()
+    assert torch.equal(caps.least(torch.zeros(1, 3).double(), 0.5, elsewhere), elsewhere)
+    uphill = torch.tensor([[2.0, 0.0, 0.0]]).double()  # from the top all ways lead down: it takes the given one
+    torch.testing.assert_close(
+        caps.least(uphill, 0.5, elsewhere), torch.tensor([[math.cos(0.5), 0.0, math.sin(0.5)]]).double()
+    )
+    assert torch.equal(caps.least(-uphill, 0.5, elsewhere), layer.weight)
+
+
+# -- robustness --------------------------------------------------------------------------------
+
+
+def separable(count: int, width: int, seed: int = 0) -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(seed)
+    neuron = nn.Linear(width, 1, bias=False, dtype=torch.float64)
+    inputs = torch.randn(count, width, dtype=torch.float64) * torch.rand(count, 1, dtype=torch.float64) * 5
+    return neuron, inputs, neuron(inputs)[:, 0].sign().long()
+
+
+@pytest.mark.parametrize("fix_mean", [True, False])
+@pytest.mark.parametrize("signs", [True, False])
+def test_a_single_neurons_robustness_is_its_angular_margin(fix_mean: bool, signs: bool):
+    """The hyperplane is asin(w·x / |w||x|) away from x; for a neuron of zero mean, of x without its mean."""
+    neuron, inputs, _ = separable(30, 6)
+    if fix_mean:
+        nero.balance_(neuron)
+    w = neuron.weight.detach()[0]
+    labels = (inputs @ w).sign().long()
+    seen = inputs - inputs.mean(1, keepdim=True) if fix_mean else inputs
+    angles = (labels * (seen @ w) / w.norm() / seen.norm(dim=1)).asin()
+    found = theory.robustness(
+        neuron, (inputs, labels if signs else labels.clamp(min=0)), fix_mean=fix_mean, tolerance=1e-4, rotations=20
+    )
+    assert found.lower <= float(angles.min()) <= found.upper
+    assert found.lower == pytest.approx(float(angles.min()), rel=2e-4)
+    assert found.upper == pytest.approx(float(angles.min()), rel=2e-4)
+    assert found.example == int(angles.argmin())
+    with torch.no_grad():
+        neuron.weight.add_(found.witness["weight"])
+    assert int(((neuron(inputs)[:, 0] * labels) <= 0).sum()) >= 1
+
+
+def test_a_bias_moves_the_angle():
+    """w·x + b falls to zero where |x| cos(φ + α) = -b."""
+    neuron = nn.Linear(2, 1, dtype=torch.float64)
+    with torch.no_grad():
+        neuron.weight.copy_(torch.tensor([[1.0, 0.0]]))
+        neuron.bias.fill_(0.5)
+    data = torch.tensor([[2.0, 0.0]]).double(), torch.tensor([1])
+    found = theory.robustness(neuron, data, fix_mean=False, tolerance=1e-4, rotations=10)
+    assert found.upper is None, "cos α = -1/4 is beyond π/2"
+    assert found.lower == found.typical == found.limit == math.pi / 2
+    assert "no rotation by up to 1.571 was found" in str(found)
+    with torch.no_grad():
+        neuron.bias.fill_(-0.5)
+    found = theory.robustness(neuron, data, fix_mean=False, tolerance=1e-4, rotations=10)
+    assert found.lower == pytest.approx(math.acos(0.25), rel=2e-4)
+    assert found.upper == pytest.approx(math.acos(0.25), rel=2e-4)
+
+
+def test_a_linear_classifiers_robustness_is_where_two_cones_meet():
+    """Two classes of unit neurons at φ₁ and φ₂ from x tie where both have turned: cos(φ₁ + α) = cos(φ₂ - α)."""
+    model = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[math.cos(0.2), math.sin(0.2)], [math.cos(1.0), math.sin(1.0)]]))
+    data = torch.tensor([[3.0, 0.0]]).double(), torch.tensor([0])
+    found = theory.robustness(model, data, fix_mean=False, tolerance=1e-4, rotations=10)
+    assert found.lower == pytest.approx(0.4, rel=2e-4)
+    assert found.upper == pytest.approx(0.4, rel=2e-4)
+    assert found.typical >= found.lower
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh()], ids=str)
+def test_two_layers_are_bracketed_by_a_proof_and_a_witness(activation: nn.Module):
+    """Brute force over all rotations of three neurons in the plane lies between the two."""
+    model = nn.Sequential(
+        nn.Linear(2, 2, bias=False, dtype=torch.float64), activation, nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    )
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.2], [0.1, 1.0]]))
+        model[2].weight.copy_(torch.tensor([[1.0, -0.4]]))
+    inputs = torch.tensor([[1.0, 0.2], [0.3, 1.4], [1.0, 1.2]]).double()
+    labels = model(inputs)[:, 0].detach().sign().long()
+    found = theory.robustness(model, (inputs, labels), fix_mean=False, tolerance=1e-3, rotations=50)
+    assert 0 < found.lower <= found.upper < math.pi / 2
+
+    def turned(neuron: Tensor, angle: float) -> Tensor:
+        turns = torch.linspace(-angle, angle, 41).double()
+        return torch.stack([turns.cos(), -turns.sin(), turns.sin(), turns.cos()], 1).view(-1, 2, 2) @ neuron
+
+    def errs(angle: float) -> bool:
+        one, other = (activation(inputs @ turned(neuron, angle).T) for neuron in model[0].weight.detach())
+        last = turned(model[2].weight.detach()[0], angle)
+        outputs = one[:, :, None, None] * last[:, 0] + other[:, None, :, None] * last[:, 1]
+        return bool((outputs * labels[:, None, None, None] <= 0).any())
+
+    assert not errs(found.lower)
+    assert errs(found.upper * 1.01)
+    least = next(angle for angle in torch.linspace(0.5, 1.02, 105).tolist() if errs(angle * found.upper)) * found.upper
+    assert found.lower <= least
+    assert found.upper <= 1.03 * least, "brute force finds no much smaller rotation than the search"
+
+
+def test_a_deep_network_is_bracketed_too():
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 8, dtype=torch.float64)
+    labels = (inputs[:, 0] * inputs[:, 1] > 0).long()
+    model = perceptron(8, 32, 32, 2)
+    optimiser = nero.Nero(model, lr=0.02)
+    for _ in range(300):
+        optimiser.zero_grad()
+        cross_entropy(5 * model(inputs), labels).backward()
+        optimiser.step()
+    before = weights_of(model)
+    model.train()
+    found = theory.robustness(model, (inputs, labels), rotations=20, examples=4)
+    assert 0 < found.lower <= found.upper <= found.limit
+    assert found.upper < found.typical, "the worst rotation is rare"
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
+    again = theory.robustness(model, (inputs, labels), rotations=20, examples=4)
+    assert again == found, "one seed, one answer"
+    # the witness turns no neuron by more than it says, keeps them balanced, and makes an error
+    steps = theory.relative_step(model, found.witness)
+    assert steps.neuron <= 2 * math.sin(found.upper / 2) + 1e-9
+    turned = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, parameter in turned.named_parameters():
+            parameter.add_(found.witness[name])
+    assert nero.is_balanced(turned)
+    assert int(turned(inputs)[found.example].argmax()) != int(labels[found.example])
+    lines = str(found).splitlines()
+    assert lines[0] == f"{found.lower:.4g} ≤ α ≤ {found.upper:.4g}"
+    assert f"with confidence 0.95, at least {found.share:.4g} of all such rotations make none" in lines[3]
+    bound = theory.generalisation_bound(model, found.typical, 40, log_solutions=math.log(found.share))
+    assert bound.exact.bound < theory.generalisation_bound(model, found.upper, 40).exact.bound
+    assert bound.vacuous
+
+
+def test_networks_without_a_proof_have_a_witness():
+    torch.manual_seed(0)
+    convolutional = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
+    nero.balance_(convolutional)
+    inputs = torch.randn(20, 1, 8)
+    convolutional.eval()
+    labels = convolutional(inputs).argmax(1)
+    found = theory.robustness(convolutional, (inputs, labels), rotations=20, examples=4)
+    assert found.lower is None
+    assert 0 < found.upper < math.pi / 2
+    assert "no proof is known for such a network" in str(found)
+
+
+def test_hooks_and_frozen_layers_in_a_proof():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), perceptron(4, 6, 3, bias=True))
+    nero.balance_(model)
+    inputs = torch.randn(10, 2, 2, dtype=torch.float64)
+    data = inputs, model(inputs).argmax(1)
+    whole = theory.robustness(model, data, rotations=10, examples=2)
+    model[1][0].weight.requires_grad_(False)
+    frozen = theory.robustness(model, data, rotations=10, examples=2)
+    assert frozen.lower > whole.lower, "fewer neurons turn"
+    assert set(frozen.witness) == {"1.2.weight"}
+    handle = model[1][1].register_forward_hook(lambda *_: None)
+    assert theory.robustness(model, data, rotations=10, examples=2).lower is None
+    handle.remove()
+
+
+def test_neurons_at_the_origin_do_not_turn():
+    model = nn.Linear(3, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+    data = torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([0])
+    found = theory.robustness(model, data, fix_mean=False, rotations=10, tolerance=1e-3)
+    assert found.lower == pytest.approx(math.pi / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("kept", "draws"), [(300, 300), (295, 300), (10, 300), (1, 5)])
+def test_the_confidence_is_that_of_clopper_and_pearson(kept: int, draws: int):
+    """At the lower end, so many or more happen with probability 0.05; found by the binomial's sum."""
+    share = share_at_least(kept, draws, 0.95)
+    tail = sum(math.comb(draws, k) * share**k * (1 - share) ** (draws - k) for k in range(kept, draws + 1))
+    assert tail == pytest.approx(0.05, rel=1e-6)
+    assert share_at_least(0, draws, 0.95) == 0
+    if kept == draws:
+        assert share == pytest.approx(0.05 ** (1 / draws))
+
+
+def test_the_confidence_covers():
+    """Of intervals from 4,000 experiments with a true share of 0.9, at least 95 % are below it."""
+    kept = torch.distributions.Binomial(40, torch.tensor(0.9)).sample((4000,)).long().tolist()
+    ends = {count: share_at_least(count, 40, 0.95) for count in set(kept)}
+    assert sum(ends[count] <= 0.9 for count in kept) >= 0.95 * 4000 - 3 * math.sqrt(0.05 * 0.95 * 4000)
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+def no_loss(model: nn.Module) -> Tensor:
+    return sum(parameter.sum() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: theory.preactivations(model, torch.ones(3, 4)),
+        lambda model: theory.relative_change(model, no_loss, {"weight": torch.ones(4)}),
+        lambda model: theory.is_stable_step(model, no_loss, {"weight": torch.ones(4)}),
+        lambda model: theory.deep_relative_trust(model, no_loss, {"weight": torch.ones(4)}),
+        lambda model: theory.relative_step(model, {"weight": torch.ones(4)}),
+        lambda model: theory.robustness(model, (torch.ones(3, 4), torch.zeros(3).long())),
+        lambda model: theory.generalisation_bound(model, 1.0, 10),
+    ],
+)
+def test_a_model_without_neurons(call):
+    with pytest.raises(ValueError, match=r"LayerNorm has no neurons to train; nero\.describe"):
+        call(nn.LayerNorm(4))
+
+
+def test_a_list_is_no_model():
+    for call in (theory.preactivations, theory.relative_step, theory.robustness):
+        with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not list"):
+            call([nn.Linear(3, 2)], {})
+
+
+def test_complex_neurons_are_refused():
+    with pytest.raises(TypeError, match=r"complex.*view_as_real"):
+        theory.preactivations(nn.Linear(3, 2, dtype=torch.complex64), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("perturbation", "error", "message"),
+    [
+        ([torch.ones(2, 3)], TypeError, "a dict from parameters' names"),
+        ({"weight": 1.0}, TypeError, "a dict from parameters' names"),
+        ({"wait": torch.ones(2, 3)}, ValueError, "'wait' is no trained parameter.*names are like weight, bias"),
+        ({"weight": torch.ones(3, 2)}, ValueError, r"shaped \(3, 2\), the parameter \(2, 3\)"),
+        ({"weight": torch.full((2, 3), math.nan)}, ValueError, "infinite or not a number"),
+        ({"weight": torch.zeros(2, 3)}, ValueError, "moves nothing"),
+        ({}, ValueError, "moves nothing"),
+    ],
+)
+def test_perturbations_must_fit(perturbation, error, message):
+    with pytest.raises(error, match=message):
+        theory.relative_step(nn.Linear(3, 2), perturbation)
+    with pytest.raises(error, match=message):
+        theory.is_stable_step(nn.Linear(3, 2), no_loss, perturbation)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model: model(torch.ones(2, 3)), "a tensor of one number"),
+        (lambda _: 1.0, "a tensor of one number"),
+        (lambda model: model(torch.ones(0, 3)).mean(), "the loss is nan.*is the batch empty"),
+        (lambda _: torch.ones((), requires_grad=True), "does not depend on the model's parameters"),
+        (lambda _: torch.ones(()), "does not depend on the model's parameters"),
+    ],
+)
+def test_losses_must_be_losses(loss, message):
+    with pytest.raises(ValueError, match=message):
+        theory.relative_change(nn.Linear(3, 2), loss, {"weight": torch.ones(2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"points": 0}, "points must be"), ({"kinds": "neuron"}, "kinds must be some of")]
+)
+def test_options_of_changes(options, message):
+    with pytest.raises(ValueError, match=message):
+        theory.relative_change(nn.Linear(3, 2), no_loss, {"weight": torch.ones(2, 3)}, **options)
+
+
+def robust_case() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nero.balance_(nn.Linear(4, 3))
+    inputs = torch.randn(6, 4)
+    return model, inputs, model(inputs).argmax(1)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (lambda x, y: (x[:0], y[:0]), ValueError, "0 inputs and 0 labels: the batch is empty"),
+        (lambda x, y: (x[:3], y), ValueError, "3 inputs and 6 labels, and must be as many"),
+        (lambda x, _: x, TypeError, "a pair of tensors"),
+        (lambda x, y: (x, y.tolist()), TypeError, "a pair of tensors"),
+        (lambda x, y: (x, y.float()), TypeError, "labels must be whole numbers"),
+        (lambda x, y: (x, y + 2), ValueError, "but the model has 3 outputs: classes are 0 to 2"),
+        (lambda x, y: (x, y - 1), ValueError, "but the model has 3 outputs: classes are 0 to 2"),
+        (lambda x, y: (x, (y + 1) % 3), ValueError, "makes 6 errors on 6 examples, .*Definition 6.$"),
+        (
+            lambda x, y: (torch.cat([x, x[:1]]), torch.cat([y, (y[:1] + 1) % 3])),
+            ValueError,
+            "1 errors on 7 examples.*equal inputs with different labels, which no network fits",
+        ),
+    ],
+)
+def test_data_must_be_solved(data, error, message):
+    model, inputs, labels = robust_case()
+    with pytest.raises(error, match=message):
+        theory.robustness(model, data(inputs, labels))
+
+
+def test_more_classes_than_neurons():
+    with pytest.raises(ValueError, match="labels run from 0 to 2, but the model has one output, whose sign"):
+        theory.robustness(nero.balance_(nn.Linear(4, 1)), (torch.randn(3, 4), torch.tensor([0, 1, 2])))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"limit": 0}, r"limit must be an angle in \(0, π/2\]"),
+        ({"limit": 2.0}, r"limit must be an angle in \(0, π/2\]"),
+        ({"rotations": 0}, "rotations must be a whole number"),
+        ({"examples": 1.5}, "examples must be a whole number"),
+        ({"steps": True}, "steps must be a whole number"),
+        ({"confidence": 1.0}, "confidence must be between 0 and 1"),
+        ({"tolerance": 0}, "tolerance must be between 0 and 1"),
+    ],
+)
+def test_options_of_robustness(options, message):
+    model, inputs, labels = robust_case()
+    with pytest.raises(ValueError, match=message):
+        theory.robustness(model, (inputs, labels), **options)
+
+
+def test_robustness_wants_neurons_it_can_turn():
+    _, inputs, labels = robust_case()
+    with pytest.raises(ValueError, match=r"means are not zero.*nero\.balance_.*fix_mean=False"):
+        theory.robustness(nn.Linear(4, 3), (inputs, labels))
+    with pytest.raises(TypeError, match=r"bfloat16, too coarse for angles: model\.float\(\)"):
+        theory.robustness(nn.Linear(4, 3).bfloat16(), (inputs, labels))
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+def test_public_names_are_documented():
+    for name in theory.__all__:
+        assert getattr(theory, name).__doc__, f"{name} has no docstring"
+        if name[0].islower():
+            assert f"{name}(" in PAGE, f"docs/theory.md does not call {name}"
+
+
+def alike(printed: str, shown: str) -> bool:
+    """Whether two texts have the same words, and numbers within 2 %, whatever the spaces and rules between."""
+    number = r"(?<![\w^])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|-{2,}|\s+"
+    if re.sub(number, " ", printed) != re.sub(number, " ", shown):
+        return False
+    pairs = zip(re.findall(number, printed), re.findall(number, shown), strict=False)
+    values = [[float(each.replace(",", "")) for each in pair] for pair in pairs if pair[0].strip(" -\n")]
+    return all(math.isclose(a, b, rel_tol=0.02, abs_tol=1e-9) for a, b in values)
+
+
+def test_texts_are_alike():
+    assert alike("of 10 at  1.001e-7, S^2", "of 10 at 1e-7, S^2")
+    assert not alike("of 10 at 1.1e-7", "of 10 at 1e-7")
+    assert not alike("10 of 3", "10 for 3")
+    assert not alike("of 1", "of 1, 2")
+
+
+def test_every_block_of_the_page_runs(capsys: pytest.CaptureFixture):
+    """In order, each after the last; what a block prints is shown in the block that follows it."""
+    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, object] = {}
+    ran = 0
+    for kind, block in blocks:
+        if kind == "python":
+            exec(compile(block, "docs/theory.md", "exec"), names)
+            ran += 1
+        else:
+            printed = capsys.readouterr().out
+            assert alike(printed, block), printed
+    assert not capsys.readouterr().out
+    assert ran == PAGE.count("```python") >= 8

@@ -240,9 +240,9 @@ def test_the_bound_wants_a_probability(log_measure):
         theory.pac_bayes_bound(log_measure, 10)
 
 
-@pytest.mark.parametrize("layers", [[], [(0, 5)], [(3, 1)]])
+@pytest.mark.parametrize("layers", [[], [(0, 5)], [(3, 1)], (3, 5), [(3, 5.0)], [(1, 2, 3)]])
 def test_the_bound_wants_layers(layers):
-    with pytest.raises(ValueError, match="one or more"):
+    with pytest.raises(ValueError, match=r"a list of \(neurons, fan_in\)"):
         theory.generalisation_bound(layers, 1.0, 10)
 
 
@@ -784,6 +784,23 @@ def test_a_deep_network_is_bracketed_too():
     assert bound.vacuous
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_rotation_breaks_a_proof(seed: int):
+    """On networks of all sorts: the search, which is free to look anywhere, finds nothing below what was proved."""
+    torch.manual_seed(seed)
+    fix_mean, bias, outputs = bool(seed % 2), seed % 3 == 0, (1, 2, 4)[seed % 3]
+    model = perceptron(5, *[7] * (seed % 4), outputs, bias=bias)
+    if fix_mean:
+        nero.balance_(model)
+    inputs = torch.randn(15, 5, dtype=torch.float64)
+    with torch.no_grad():
+        made = model(inputs)
+    labels = made.argmax(1) if outputs > 1 else (made[:, 0] > 0).long()
+    found = theory.robustness(model, (inputs, labels), fix_mean=fix_mean, rotations=8, examples=3, tolerance=0.02)
+    assert 0 < found.lower <= found.upper * (1 + 1e-9)
+    assert found.upper <= found.lower * 1.03 or seed % 4, "of one layer, the proof is exact"
+
+
 def test_networks_without_a_proof_have_a_witness():
     torch.manual_seed(0)
     convolutional = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
@@ -949,8 +966,14 @@ def test_data_must_be_solved(data, error, message):
 
 
 def test_more_classes_than_neurons():
-    with pytest.raises(ValueError, match="labels run from 0 to 2, but the model has one output, whose sign"):
-        theory.robustness(nero.balance_(nn.Linear(4, 1)), (torch.randn(3, 4), torch.tensor([0, 1, 2])))
+    for labels in ([0, 1, 2], [0, 1, -1]):
+        with pytest.raises(ValueError, match=r"labels run from .* one output, whose sign .* an output for each class"):
+            theory.robustness(nero.balance_(nn.Linear(4, 1)), (torch.randn(3, 4), torch.tensor(labels)))
+
+
+def test_classifiers_give_a_row_an_example():
+    with pytest.raises(TypeError, match="one row of outputs an example"):
+        theory.robustness(nero.balance_(nn.Conv1d(2, 3, 2)), (torch.randn(4, 2, 5), torch.zeros(4).long()))
 
 
 @pytest.mark.parametrize(

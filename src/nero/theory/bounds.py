@@ -167,10 +167,11 @@ def generalisation_bound(
             raise ValueError("the network is not balanced, and the bound is of balanced ones: nero.balance_(model)")
         given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"]
     else:
-        layers, given = [(count, fan_in) for count, fan_in in network], []
-        if not layers or any(count < 1 or fan_in < 2 for count, fan_in in layers):
+        layers, given = list(network), []
+        if not layers or not all(_is_layer(layer) for layer in layers):
             raise ValueError(
-                f"a network is one or more (neurons, fan_in), of 1 or more neurons of 2 or more entries, not {layers}"
+                "a network is a model, or a list of (neurons, fan_in), with 1 or more neurons of 2 or more entries, "
+                f"not {layers}"
             )
     if math.isnan(log_solutions):
         raise ValueError("log_solutions is not a number; give 0.0 for one solution")
@@ -190,4 +191,14 @@ def generalisation_bound(
         alpha,
         log_solutions,
         tuple(given),
+    )
+
+
+def _is_layer(layer: object) -> bool:
+    return (
+        isinstance(layer, tuple | list)
+        and len(layer) == 2
+        and all(isinstance(each, int) for each in layer)
+        and layer[0] >= 1
+        and layer[1] >= 2
     )

@@ -126,7 +126,9 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
     labels = labels.long()
     with torch.no_grad():
         outputs = model(inputs[:1])
-    _check_labels(labels, outputs[0].numel())
+    if not isinstance(outputs, Tensor) or outputs.dim() not in (1, 2) or len(outputs) != 1:
+        raise TypeError("the model must give one row of outputs an example, one for each class")
+    _check_labels(labels, outputs.numel())
     made = Classifier(model, inputs, labels, caps)
     _check_fit(made)
     return made
@@ -134,12 +136,17 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
 
 def _check_labels(labels: Tensor, outputs: int) -> None:
     least, most = int(labels.min()), int(labels.max())
-    good = (-1, 1) if outputs == 1 else (0, outputs - 1)
-    if least < good[0] or most > good[1]:
-        named = f"the labels run from {least} to {most}"
-        if outputs == 1:
-            raise ValueError(f"{named}, but the model has one output, whose sign tells 1 from 0 or from -1 alone")
-        raise ValueError(f"{named}, but the model has {outputs} outputs: classes are 0 to {outputs - 1}")
+    if outputs == 1:
+        if not set(labels.tolist()) <= {0, 1} and not set(labels.tolist()) <= {-1, 1}:
+            raise ValueError(
+                f"the labels run from {least} to {most}, but the model has one output, whose sign tells 1 from 0, "
+                "or 1 from -1: give it an output for each class"
+            )
+    elif least < 0 or most >= outputs:
+        raise ValueError(
+            f"the labels run from {least} to {most}, but the model has {outputs} outputs: "
+            f"classes are 0 to {outputs - 1}"
+        )
 
 
 def _check_fit(solution: Classifier) -> None:

@@ -814,6 +814,25 @@ def test_networks_without_a_proof_have_a_witness():
     assert "no proof is known for such a network" in str(found)
 
 
+def test_a_layer_that_runs_twice_turns_twice():
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(6, 6, bias=False).double(), nn.BatchNorm1d(6).double()
+    model = nn.Sequential(layer, norm, nn.ReLU(), layer, norm, nn.Linear(6, 3).double())
+    nero.balance_(model)
+    inputs = torch.randn(10, 6, dtype=torch.float64)
+    before, weight, mean = copy.deepcopy(model.state_dict()), layer.weight, norm.running_mean
+    theory.preactivations(model, inputs)
+    labels = model.eval()(inputs).argmax(1)
+    found = theory.robustness(model.train(), (inputs, labels), rotations=8, examples=2)
+    assert layer.weight is weight
+    assert norm.running_mean is mean
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        for name, parameter in model.eval().named_parameters():
+            parameter.add_(found.witness.get(name, 0.0))
+    assert int(model(inputs)[found.example].argmax()) != int(labels[found.example])
+
+
 def test_hooks_and_frozen_layers_in_a_proof():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), perceptron(4, 6, 3, bias=True))

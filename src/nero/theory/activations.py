@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from nero.theory.keeping import keeping
 from nero.theory.layers import layers_of
 from nero.theory.table import table
 
@@ -134,11 +135,9 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
         return hook
 
     handles = [modules[name].register_forward_hook(see(name)) for name in owners if _gives_sums(modules[name])]
-    devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with torch.random.fork_rng(devices):
-            torch.func.functional_call(model, buffers, arguments)
+        with keeping(model):
+            model(*arguments)
     finally:
         for handle in handles:
             handle.remove()

@@ -43,13 +43,16 @@ def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> boo
     :math:`\min(\|w\| \|e\|, \sum_i |w_i| |e_i| + 2 \sin\frac\alpha2 \|w\| \|e\|)`.
     Of one layer that is the truth; of more it is a lower bound, the looser the deeper.
     """
-    caps = {id(each.layer.parameter): each for each in solution.caps.values()}
+    turning = {id(caps.layer.parameter): (caps, solution.poles[name]) for name, caps in solution.caps.items()}
     for start in range(0, len(solution.labels), BATCH):
         part = slice(start, start + BATCH)
         value = low = high = solution.inputs[part].double()
         for layer in chain:
             if isinstance(layer, nn.Linear):
-                value, low, high = _through(layer, caps.get(id(layer.weight)), angle, value, low, high)
+                caps, weight = turning.get(id(layer.weight), (None, layer.weight))
+                low, high = _bounds(weight.double(), caps, angle, value, low, high)
+                bias = 0.0 if layer.bias is None else layer.bias.double()
+                value, low, high = (each + bias for each in (value @ weight.double().T, low, high))
             else:
                 value, low, high = (layer(each) for each in (value, low, high))
         if not bool((margin_between(low, high, solution.labels[part]) > 0).all()):
@@ -57,17 +60,14 @@ def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> boo
     return True
 
 
-def _through(
-    layer: nn.Linear, caps: Caps | None, angle: float, value: Tensor, low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's outputs, and the least and most that they can be."""
-    weight = layer.weight.double()
-    bias = 0.0 if layer.bias is None else layer.bias.double()
+def _bounds(
+    weight: Tensor, caps: Caps | None, angle: float, value: Tensor, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The least and the most that a layer's sums can be, for inputs between low and high."""
     error = torch.maximum(high - value, value - low)
-    spread = error @ weight.abs().T
-    sums = value @ weight.T
-    if caps is None:  # its weights stay
-        return sums + bias, sums + bias - spread, sums + bias + spread
+    spread, sums = error @ weight.abs().T, value @ weight.T
+    if caps is None:  # its neurons stay
+        return sums - spread, sums + spread
     lengths = caps.lengths.double().T
     whole = lengths * error.norm(dim=1, keepdim=True)
     spread = torch.minimum(whole, spread + 2 * math.sin(angle / 2) * whole)
@@ -76,7 +76,7 @@ def _through(
     between = torch.where(most > 0, sums / most, 0.0).clamp(-1, 1).acos()
     lowest = most * (between + angle).clamp(max=math.pi).cos()
     highest = most * (between - angle).clamp(min=0).cos()
-    return sums + bias, lowest - spread + bias, highest + spread + bias
+    return lowest - spread, highest + spread
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +20,18 @@ class Classifier:
     """A network with zero training error, and the caps in which its neurons turn.
 
     Attributes:
-        model: in evaluation mode.
+        model: in evaluation mode; its weights are whatever was tried last.
         inputs: one example a row.
         labels: which output should be largest; of a network with one output, its sign, as 1 or 0 or as 1 or -1.
         caps: one for each layer, by the parameter's name.
+        poles: the weights that the network came with, for the layers that have caps.
     """
 
     model: nn.Module
     inputs: Tensor
     labels: Tensor
     caps: Mapping[str, Caps]
+    poles: Mapping[str, Tensor]
 
     def random(self, angle: float, generator: torch.Generator) -> dict[str, Tensor]:
         """Weights with all neurons drawn at once, each uniformly from its cap."""
@@ -56,22 +57,30 @@ class Classifier:
 
     def gradients(self, weights: Mapping[str, Tensor], example: int) -> tuple[float, dict[str, Tensor]]:
         """The margin of one example, and its gradients in those weights."""
-        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        self._load(weights)
+        parameters = {name: caps.layer.parameter for name, caps in self.caps.items()}
         with torch.enable_grad():
-            margin = self._margin(leaves, slice(example, example + 1)).sum()
-            found = torch.autograd.grad(margin, list(leaves.values()), allow_unused=True)
-        gradients = [
-            torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves.values(), found, strict=True)
-        ]
-        return float(margin.detach()), dict(zip(leaves, gradients, strict=True))
+            margin = self._margin(slice(example, example + 1)).sum()
+            found = torch.autograd.grad(margin, list(parameters.values()), allow_unused=True)
+        gradients = {
+            name: torch.zeros_like(parameter) if gradient is None else gradient
+            for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
+        }
+        return float(margin.detach()), gradients
 
     def _margins(self, weights: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        self._load(weights)
         for start in range(0, len(self.labels), BATCH):
-            yield self._margin(weights, slice(start, start + BATCH))
+            yield self._margin(slice(start, start + BATCH))
 
-    def _margin(self, weights: Mapping[str, Tensor], part: slice) -> Tensor:
-        outputs = torch.func.functional_call(self.model, dict(weights), (self.inputs[part],))
+    def _margin(self, part: slice) -> Tensor:
+        outputs = self.model(self.inputs[part])
         return margin_between(outputs, outputs, self.labels[part])
+
+    @torch.no_grad()
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        for name, caps in self.caps.items():
+            caps.layer.parameter.copy_(weights[name])
 
 
 def margin_between(low: Tensor, high: Tensor, labels: Tensor) -> Tensor:
@@ -84,20 +93,10 @@ def margin_between(low: Tensor, high: Tensor, labels: Tensor) -> Tensor:
     return right - others
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and then as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: bool) -> Classifier:
     """The network with its data, if they are such that Definition 6 says something of them.
+
+    From here on its weights are written over; whoever asks puts them back.
 
     Raises:
         TypeError: data that is no pair of tensors, labels that are not whole numbers, half precision.
@@ -129,7 +128,8 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
     if not isinstance(outputs, Tensor) or outputs.dim() not in (1, 2) or len(outputs) != 1:
         raise TypeError("the model must give one row of outputs an example, one for each class")
     _check_labels(labels, outputs.numel())
-    made = Classifier(model, inputs, labels, caps)
+    poles = {layer.name: layer.parameter.detach().clone() for layer in layers}
+    made = Classifier(model, inputs, labels, caps, poles)
     _check_fit(made)
     return made
 
@@ -150,7 +150,7 @@ def _check_labels(labels: Tensor, outputs: int) -> None:
 
 
 def _check_fit(solution: Classifier) -> None:
-    wrong = int((~(solution.margins({}) > 0)).sum())
+    wrong = int((~(solution.margins(solution.poles) > 0)).sum())
     if not wrong:
         return
     _, same = torch.unique(solution.inputs.flatten(1), dim=0, return_inverse=True)

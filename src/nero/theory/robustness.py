@@ -1,7 +1,7 @@
 """How far the neurons of a solution can turn (Section 6.1, Definition 6)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
-from nero.theory.classifier import Classifier, classifier, evaluating
+from nero.theory.classifier import Classifier, classifier
+from nero.theory.keeping import keeping
 from nero.theory.layers import layers_of
 
 #: Angles below this are taken for zero.
@@ -133,7 +134,8 @@ def robustness(
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
     layers = layers_of(model)
-    with evaluating(model):
+    with keeping(model, [layer.name for layer in layers]):
+        model.eval()
         solution = classifier(model, layers, data, fix_mean)
         chain = chain_of(model)
         lower = None
@@ -178,14 +180,13 @@ class _Search:
 
     def __init__(self, solution: Classifier, limit: float, tolerance: float, steps: int, seed: int) -> None:
         self.solution, self.limit, self.tolerance, self.steps = solution, limit, tolerance, steps
-        self.poles = {name: caps.layer.parameter.detach() for name, caps in solution.caps.items()}
-        self.generator = torch.Generator(next(iter(self.poles.values())).device).manual_seed(seed)
+        self.generator = torch.Generator(next(iter(solution.poles.values())).device).manual_seed(seed)
         self.upper: float | None = None
         self.example: int | None = None
-        self.weights: dict[str, Tensor] = {}
+        self.weights: Mapping[str, Tensor] = {}
 
     def witness(self) -> dict[str, Tensor]:
-        return {name: weights - self.poles[name] for name, weights in self.weights.items()}
+        return {name: weights - self.solution.poles[name] for name, weights in self.weights.items()}
 
     def try_at_random(self, angle: float, draws: int, stop: bool = False) -> int:
         """How many random rotations make an error; with stop, whether one does."""
@@ -202,7 +203,7 @@ class _Search:
 
     def turn_against(self, examples: int) -> None:
         """Turn against each of the examples with the smallest margins, the most fragile at first order first."""
-        margins = self.solution.margins({})
+        margins = self.solution.margins(self.solution.poles)
         closest = margins.topk(min(examples, len(margins)), largest=False).indices.tolist()
         reach = {example: self._first_order(example) for example in closest}
         for example in sorted(reach, key=reach.__getitem__):
@@ -210,7 +211,7 @@ class _Search:
 
     def _first_order(self, example: int) -> float:
         """The angle at which the example would be an error, were its margin linear in the angle."""
-        margin, gradients = self.solution.gradients(self.poles, example)
+        margin, gradients = self.solution.gradients(self.solution.poles, example)
         slope = sum(caps.slope(gradients[name]) for name, caps in self.solution.caps.items())
         return margin / slope if slope else math.inf
 
@@ -226,7 +227,7 @@ class _Search:
 
     def _errs(self, example: int, angle: float) -> bool:
         """Whether turning all neurons by up to an angle against the example's margin makes it an error."""
-        for weights in (self.poles, self.solution.random(angle, self.generator)):
+        for weights in (self.solution.poles, self.solution.random(angle, self.generator)):
             last = math.inf
             for _ in range(self.steps + 1):
                 margin, gradients = self.solution.gradients(weights, example)
@@ -238,7 +239,7 @@ class _Search:
                 last, weights = margin, self.solution.least(gradients, angle, weights)
         return False
 
-    def _keep(self, angle: float, example: int, weights: dict[str, Tensor]) -> None:
+    def _keep(self, angle: float, example: int, weights: Mapping[str, Tensor]) -> None:
         if self.upper is None or angle < self.upper:
             self.upper, self.example, self.weights = angle, example, weights
 

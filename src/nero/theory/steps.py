@@ -1,8 +1,7 @@
 """Stable descent steps and deep relative trust (Section 3.2, Definitions 3 and 4)."""
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nero.roles import KINDS, Kind
+from nero.theory.keeping import keeping
 from nero.theory.layers import NEURONS, Layer, Perturbation, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
 
@@ -133,10 +133,14 @@ def relative_change(
     check_perturbation(model, perturbation)
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points must be a whole number of 1 or more, but it is {points!r}")
+    parameters = dict(model.named_parameters())
     before = _gradients(model, loss, layers)
     changes = [0.0] * len(layers)
     for point in range(1, points + 1):
-        with _moved(model, perturbation, point / points):
+        with keeping(model, perturbation):
+            with torch.no_grad():
+                for name, change in perturbation.items():
+                    parameters[name].add_(change.to(parameters[name]), alpha=point / points)
             after = _gradients(model, loss, layers)
         changes = [max(most, length(b - a)) for most, a, b in zip(changes, before, after, strict=True)]
     return RelativeChange(
@@ -233,39 +237,17 @@ def _cosine(change: Tensor | None, gradient: Tensor) -> float:
 
 
 def _gradients(model: nn.Module, loss: Loss, layers: list[Layer]) -> list[Tensor]:
-    """The gradients of the layers; whatever the loss draws or the model counts is put back."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = sorted({layer.parameter.device.index for layer in layers if layer.parameter.is_cuda})
     parameters = [layer.parameter for layer in layers]
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with keeping(model), torch.enable_grad():
         value = loss(model)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError("the loss must be a tensor of one number, such as cross_entropy(model(inputs), labels)")
         if not bool(value.isfinite()):
             raise ValueError(f"the loss is {value.item()}: it has no gradient (is the batch empty?)")
         found = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
-    with torch.no_grad():
-        for buffer, saved in buffers:
-            buffer.copy_(saved)
     if not any(gradient is not None for gradient in found):
         raise ValueError("the loss does not depend on the model's parameters")
     return [
         torch.zeros_like(parameter) if gradient is None else gradient
         for parameter, gradient in zip(parameters, found, strict=True)
     ]
-
-
-@contextmanager
-def _moved(model: nn.Module, perturbation: Perturbation, share: float) -> Iterator[None]:
-    """The model with a share of the perturbation added, and then as it was, bit for bit."""
-    parameters = dict(model.named_parameters())
-    saved = {name: parameters[name].detach().clone() for name in perturbation}
-    try:
-        with torch.no_grad():
-            for name, change in perturbation.items():
-                parameters[name].add_(change.to(parameters[name]), alpha=share)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in saved.items():
-                parameters[name].copy_(value)

@@ -1,0 +1,29 @@
+"""Measuring changes nothing: whatever is done to a model within is undone after."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def keeping(model: nn.Module, parameters: Iterable[str] = ()) -> Iterator[None]:
+    """Put back, bit for bit, the model's buffers and modes, torch's random numbers, and parameters of those names.
+
+    They are written in place: torch's functional_call leaves a module that is used twice with the weights it was given.
+    """
+    named = dict(model.named_parameters())
+    tensors = [*model.buffers(), *(named[name] for name in parameters)]
+    saved = [tensor.detach().clone() for tensor in tensors]
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({parameter.device.index for parameter in named.values() if parameter.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, saved, strict=True):
+                tensor.copy_(value)
+        for module, mode in modes:
+            module.training = mode

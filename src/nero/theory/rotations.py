@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -90,20 +91,27 @@ class Caps:
 
 
 def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator) -> Tensor:
-    r"""The angles from the pole of points drawn uniformly from caps of S^dim, one for each entry of a tensor.
+    """The angles from the pole of points drawn uniformly from caps of S^dim, one for each entry of a tensor."""
+    y, mass = _grid(dim, angle, like.device)
+    uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device) * mass[-1]
+    after = torch.searchsorted(mass, uniform).clamp(1, len(mass) - 1)
+    before = mass[after - 1]
+    drawn = y[after - 1] + (uniform - before) / (mass[after] - before) * (y[1] - y[0])
+    return torch.asin(math.sin(angle) * (-(drawn**2) / dim).exp()).clamp(max=angle).to(like.dtype)
 
-    Their density is as :math:`\sin^{k-1}\theta`. With :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it becomes
+
+@lru_cache(maxsize=64)
+def _grid(dim: int, angle: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    r"""Points y, and the integral up to each of the density of a cap's angles in them.
+
+    That density is as :math:`\sin^{k-1}\theta`. With :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it becomes
     smooth in y and all but gone beyond 7, in any dimension, so that its integral on a fixed grid can be inverted.
     """
-    y = torch.linspace(0, 7, 4001, dtype=torch.float64, device=like.device)
+    y = torch.linspace(0, 7, 4001, dtype=torch.float64, device=device)
     sine, cosine = math.sin(angle), math.cos(angle)
     below = cosine**2 - sine**2 * torch.expm1(-2 * y**2 / dim)  # cos²θ, without cancellation near the rim
     density = torch.where(below > 0, y * (-(y**2)).exp() / below.sqrt(), 0.0)
     if cosine**2 < 1e-20:  # the hemisphere: y / cos θ has a limit at y = 0
         density[0] = math.sqrt(dim / 2)
     mass = torch.cumulative_trapezoid(density, y)
-    uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device) * mass[-1]
-    after = torch.searchsorted(mass, uniform).clamp(max=len(mass) - 1)
-    before = torch.where(after > 0, mass[(after - 1).clamp(min=0)], 0.0)
-    drawn = y[after] + (uniform - before) / (mass[after] - before) * (y[1] - y[0])
-    return torch.asin(sine * (-(drawn**2) / dim).exp()).clamp(max=angle).to(like.dtype)
+    return y, torch.cat([mass.new_zeros(1), mass])

@@ -14,6 +14,7 @@ from nero.balance import CentredWeightNorm, balance_, balance_after_step, centre
 from nero.describe import Description, describe
 from nero.optimiser import Nero
 from nero.roles import Role, param_groups, roles_of
+from nero.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "Description",
     "Nero",
     "Role",
+    "Watch",
     "balance_",
     "balance_after_step",
     "centred_weight_norm",
@@ -29,4 +31,5 @@ __all__ = [
     "is_balanced",
     "param_groups",
     "roles_of",
+    "watch",
 ]

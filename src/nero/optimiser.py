@@ -1,9 +1,9 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,15 @@ _OPTIONS = itemgetter(
     "fan_in_axes",
     "fan_in_groups",
 )
+
+
+class Part(NamedTuple):
+    """A parameter of an optimiser, what it is there, and the group whose options it has."""
+
+    name: str
+    parameter: Tensor
+    role: Role
+    group: dict[str, Any]
 
 
 class Nero(torch.optim.Optimizer):
@@ -199,12 +208,18 @@ class Nero(torch.optim.Optimizer):
     def skipped(self) -> dict[str, int]:
         """How many updates sat out because a gradient was not finite, by parameter, where any did."""
         counts = {
-            self._name_of(group, index): int(self.state[parameter]["skipped"])
-            for group in self.param_groups
-            for index, parameter in enumerate(group["params"])
-            if "skipped" in self.state.get(parameter, {})
+            part.name: int(self.state[part.parameter]["skipped"])
+            for part in self.parts()
+            if "skipped" in self.state.get(part.parameter, {})
         }
         return {name: count for name, count in counts.items() if count}
+
+    def parts(self) -> Iterator[Part]:
+        """Every parameter with its name, role and group, in the order of the groups."""
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                role = self._roles.get(parameter) or _role(group, parameter)
+                yield Part(self._name_of(group, index), parameter, role, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -1,0 +1,192 @@
+"""A watch over an optimiser: it does nothing while the network trains, and measures when it is read."""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from os import PathLike, fspath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nero.optimiser import Nero, Part
+from nero.watching.measure import Followed, Kept, bundles, follow, measure
+from nero.watching.reading import Layer, Lines, Reading, Spread, Writer
+
+
+class Watch:
+    """Keeps an eye on a training run; made by :func:`watch`.
+
+    Attributes:
+        optimiser: whose parameters are watched.
+        neurons: how many of each layer are followed at most; ``None`` for all.
+        readings: all that were taken, the oldest first.
+    """
+
+    def __init__(self, optimiser: Nero, neurons: int | None) -> None:
+        self.optimiser, self.neurons = optimiser, neurons
+        self.readings: list[Reading] = []
+        self._start, self._last = Kept(), Kept()
+        self._look()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the watch keeps: two copies of the weights of the neurons that it follows."""
+        return sum(rows.nbytes for kept in (self._start, self._last) for rows in kept.rows.values())
+
+    def read(self, step: int | None = None) -> Reading:
+        """Measure every layer. Nothing waits for the device until a number of the reading is asked for.
+
+        Parameters that are new to the optimiser start here.
+
+        Args:
+            step: the number of this reading on the axis of a plot; by default how many steps the optimiser has made.
+        """
+        reading = Reading(self._look(), step)
+        self.readings.append(reading)
+        return reading
+
+    def restart(self) -> None:
+        """Take the weights as they are for the start: after loading others, say, which else count as a turn.
+
+        Readings stay.
+        """
+        self._start, self._last = Kept(), Kept()
+        self._look()
+
+    def write(self, writer: Writer | str | PathLike[str]) -> None:
+        """Write all readings so far to TensorBoard.
+
+        Args:
+            writer: a folder, for which the package ``tensorboard`` is needed; a ``SummaryWriter``; or anything with an
+                ``add_scalar`` like its own. One reading is written by its own ``write``.
+        """
+        if not isinstance(writer, str | PathLike):
+            for reading in self.readings:
+                reading.write(writer)
+            return
+        _need("tensorboard", "writing to a folder")
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(fspath(writer)) as made:  # type: ignore[no-untyped-call]
+            self.write(made)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw all readings so far as one picture, in the format that the path's ending names."""
+        _need("matplotlib", "a plot")
+        if not self.readings:
+            raise ValueError("there is nothing to draw yet: call read() while the network trains")
+        from nero.watching.picture import draw
+
+        draw(self.readings).savefig(path, metadata={"Software": None} if fspath(path).endswith(".png") else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where everything started and stood, and all readings, to go on from in another process."""
+        return {
+            "start": dict(self._start.rows),
+            "last": dict(self._last.rows),
+            "readings": [{"step": each.step, "layers": [_listed(layer) for layer in each.layers]} for each in self.readings],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
+
+        Load the model and the optimiser as well, in any order, before the next reading.
+
+        Raises:
+            ValueError: if it is of another model, or follows other neurons.
+        """
+        if not isinstance(state_dict, Mapping) or not {"start", "last", "readings"} <= set(state_dict):
+            raise ValueError("not a watch's state_dict: it lacks 'start', 'last' or 'readings'")
+        readings = [Reading.of(list(map(_layer, each["layers"])), each["step"]) for each in state_dict["readings"]]
+        start, last = Kept(), Kept()
+        for key, kept, own in (("start", start, self._start.rows), ("last", last, self._last.rows)):
+            saved = state_dict[key]
+            if unknown := sorted(set(saved) - set(own)):
+                raise ValueError(f"the checkpoint has {unknown[0]!r}, which this optimiser has not: it is of another model")
+            for name, rows in saved.items():
+                if rows.shape != own[name].shape:
+                    raise ValueError(
+                        f"the checkpoint follows {name} as {tuple(rows.shape)} where {tuple(own[name].shape)} is "
+                        "needed: it is of another model, or of a watch of another number of neurons"
+                    )
+            kept.rows = {**own, **{name: rows.to(own[name]) for name, rows in saved.items()}}
+        self._start, self._last, self.readings = start, last, readings
+
+    @torch.no_grad()
+    def _look(self) -> list[Lines]:
+        """Measure all layers, and remember where they stand."""
+        followed = [
+            found
+            for name, part in self._named()
+            if (state := self.optimiser.state.get(part.parameter))
+            and (found := follow(name, part, state, self.neurons)) is not None
+        ]
+        places = {each.name: place for place, each in enumerate(followed)}
+        lines, starts, lasts = [], {}, {}
+        for bundle in bundles(followed):
+            measured = measure(bundle, self._start, self._last, self.neurons)
+            names = tuple(each.name for each in bundle)
+            starts[names], lasts[names] = measured.start, measured.now
+            heads = [(places[each.name], each.name, each.part.role.kind, each.rows.shape[0]) for each in bundle]
+            lines.append(Lines(heads, _stacked(bundle, "step"), _stacked(bundle, "skipped"), measured.table))
+        self._start.put(starts)
+        self._last.put(lasts)
+        return lines
+
+    def _named(self) -> Iterator[tuple[str, Part]]:
+        """The optimiser's parts; where two have one name, as modules added one by one may, they are numbered."""
+        seen: dict[str, int] = {}
+        for part in self.optimiser.parts():
+            count = seen[part.name] = seen.get(part.name, 0) + 1
+            yield part.name if count == 1 else f"{part.name} ({count})", part
+
+
+def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
+    """Watch a training run: how far each layer's neurons turn, and what else one wants to know of them.
+
+    It does nothing while the network trains, and measures when it is read. Until then it keeps two copies of the
+    neurons that it follows, where they started and where they were last read: ``8 * neurons * fan_in`` bytes a layer
+    in float32.
+
+    Args:
+        optimiser: a :class:`nero.Nero`. What it holds now is the start; what is added later starts when it is first read.
+        neurons: how many of each layer's neurons, gains or biases to follow at most, evenly spaced; ``None`` for all.
+
+    Example:
+        >>> import nero
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        >>> optimiser = nero.Nero(model, lr=0.01)
+        >>> watched = watch(optimiser)
+        >>> for step in range(200):
+        ...     optimiser.zero_grad()
+        ...     model(torch.randn(4, 8)).square().mean().backward()
+        ...     optimiser.step()
+        ...     if step % 100 == 99:
+        ...         reading = watched.read()
+        >>> reading.step, reading["0.weight"].role
+        (200, 'neuron')
+        >>> 0 < reading["0.weight"].turned.middle < 200 * 0.01
+        True
+    """
+    if not isinstance(optimiser, Nero):
+        raise TypeError(f"watch needs a nero.Nero, not {type(optimiser).__name__}")
+    if neurons is not None and (isinstance(neurons, bool) or not isinstance(neurons, int) or neurons < 1):
+        raise ValueError(f"neurons must be a whole number from 1, or None for all, but it is {neurons!r}")
+    return Watch(optimiser, neurons)
+
+
+def _stacked(bundle: list[Followed], key: str) -> Tensor:
+    return torch.stack([each.state[key] for each in bundle])
+
+
+def _listed(layer: Layer) -> list[Any]:
+    return [list(value) if isinstance(value, Spread) else value for value in layer]
+
+
+def _layer(saved: list[Any]) -> Layer:
+    return Layer(*(Spread(*value) if isinstance(value, list) else value for value in saved))
+
+
+def _need(package: str, what: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"{what} needs {package}: pip install 'nero-optim[watch]'")

@@ -118,7 +118,7 @@ def _here(tensor: Tensor, role: Role) -> Tensor:
     cut = {place.dim for place in tensor.placements if place.is_shard()}  # type: ignore[attr-defined]
     whole = cut & set(role.fan_in_axes or ()) or role.fan_in_groups > 1
     whole = whole or any(place.is_partial() for place in tensor.placements)  # type: ignore[attr-defined]
-    local: Tensor = tensor.full_tensor() if whole else tensor.to_local()  # type: ignore[attr-defined, operator]
+    local: Tensor = tensor.full_tensor() if whole else tensor.to_local()  # type: ignore[attr-defined]
     return local
 
 
@@ -137,7 +137,8 @@ def _picked(tensor: Tensor, axes: tuple[int, ...], most: int | None) -> Tensor:
 def _angle(one: Tensor, other: Tensor) -> Tensor:
     """Between rows of unit norm; from their distance, since the cosine tells no small angles apart."""
     distance = torch.linalg.vector_norm(one - other, dim=2, keepdim=True)
-    return 2 * (distance / 2).clamp_max(1).asin()
+    angle: Tensor = 2 * (distance / 2).clamp_max(1).asin()
+    return angle
 
 
 def _spreads(values: Tensor) -> Tensor:

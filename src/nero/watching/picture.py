@@ -1,52 +1,194 @@
-"""The picture of a watched run: how far each layer has turned, as the hand of a clock, and what its gradients did."""
+"""The picture of a watched run: how far each layer's neurons turned, step by step and in all, and their gradients."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Colormap, ListedColormap, Normalize
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.projections.polar import PolarAxes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from nero.watching.reading import Layer, Reading, Spread
 
 GREY, PALE = "#555555", "#dddddd"
-SMALL, SMALLER = 9, 8
-#: Layers that are named one by one; of more, the first and the last.
+SMALL = 9
+#: Layers that are named one by one; of more, a scale of colours says which is which.
 NAMED = 12
+#: Of the rings' radius, what is left free inside.
+HOLE = 0.25
 
 
 class Track(NamedTuple):
-    """A layer through the run."""
+    """A layer of neurons through the run."""
 
     name: str
-    colour: str
+    colour: tuple[float, ...]
     steps: list[int]
     layers: list[Layer]
 
-    def spread(self, of: Callable[[Layer], Spread]) -> tuple[list[float], list[float], list[float]]:
-        low, middle, high = zip(*map(of, self.layers), strict=True)
-        return list(low), list(middle), list(high)
+    def spread(self, of: Callable[[Layer], Spread]) -> Spread:
+        """How a number was spread, reading by reading, as three curves."""
+        return Spread(*zip(*map(of, self.layers), strict=True))  # type: ignore[arg-type]
 
 
 def draw(readings: Sequence[Reading]) -> Figure:
-    """The fan of angles from the start, beside angles between readings, gradients and what needs attention."""
+    """Angles from the start over the run and at its end; below, angles between readings, gradients, and troubles."""
     tracks = _tracks(readings)
-    figure = Figure(figsize=(11, 6.2), dpi=150, layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=[1.25, 1])
-    if tracks:
-        fan = left.add_subplot(projection="polar")
-        assert isinstance(fan, PolarAxes)
-        _fan(fan, tracks)
-    upper, middle, lower = right.subplots(3, 1, sharex=True, height_ratios=[1, 1, 0.62])
-    _curves(upper, tracks, lambda layer: layer.turned, "Turned between readings", math.degrees)
-    upper.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}°"))
-    _curves(middle, tracks, lambda layer: layer.grad_norm, "Gradient norm of a neuron (running)", lambda value: value)
-    if any(layer.grad_norm.middle > 0 for track in tracks for layer in track.layers):
-        middle.set_yscale("log")
-    _troubles(lower, readings)
-    _legend(left, tracks)
+    figure = Figure(figsize=(11.5, 7), dpi=160, layout="constrained")
+    above, below = cast(list[SubFigure], figure.subfigures(2, 1, height_ratios=[1.55, 1]))
+    left, right = cast(list[SubFigure], above.subfigures(1, 2, width_ratios=[1.5, 1]))
+    _from_start(left, tracks)
+    _rings(right, tracks)
+    turned, gradients, troubles = below.subplots(1, 3)
+    _curves(turned, tracks, lambda layer: Spread(*map(math.degrees, layer.turned)))
+    turned.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
+    turned.set_ylim(bottom=0)
+    _dress(turned, "Turned since the reading before")
+    _curves(gradients, tracks, lambda layer: layer.grad_norm)
+    _logarithmic(gradients, [layer.grad_norm.middle for track in tracks for layer in track.layers])
+    _dress(gradients, "Norm of a neuron's gradient")
+    _troubles(troubles, readings)
     return figure
+
+
+def _tracks(readings: Sequence[Reading]) -> list[Track]:
+    """The layers of neurons, coloured from the first to the last."""
+    names = list(dict.fromkeys(layer.name for each in readings for layer in each.layers if layer.role == "neuron"))
+    colours = _colours()
+    tracks = []
+    for place, name in enumerate(names):
+        found = [(each.step, layer) for each in readings for layer in each.layers if layer.name == name]
+        shade = place / (len(names) - 1) if len(names) > 1 else 0.0
+        tracks.append(Track(name, colours(shade), [step for step, _ in found], [layer for _, layer in found]))
+    return tracks
+
+
+def _colours() -> Colormap:
+    """From dark to light, without the palest."""
+    return ListedColormap([colormaps["plasma"](0.02 + 0.78 * index / 255) for index in range(256)])
+
+
+def _from_start(figure: SubFigure, tracks: list[Track]) -> None:
+    """The median neuron of each layer, in a band of eight in ten."""
+    axes = figure.subplots()
+    _curves(axes, tracks, lambda layer: Spread(*map(math.degrees, layer.from_start)), weight=2.2)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
+    if axes.get_ylim()[1] > 75:
+        axes.axhline(90, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
+    _dress(axes, "Angle from the start", size=13)
+    axes.text(0.99, 0.03, "line: the median neuron; band: eight in ten", transform=axes.transAxes, ha="right",
+              fontsize=SMALL, color=GREY)  # fmt: skip
+    if len(tracks) > NAMED:
+        scale = ScalarMappable(Normalize(1, len(tracks)), _colours())
+        bar = figure.colorbar(scale, ax=axes, shrink=0.8, aspect=30, pad=0.02)
+        bar.set_label(f"layer: 1 is {tracks[0].name}, {len(tracks)} is {tracks[-1].name}", fontsize=SMALL)
+        bar.outline.set_visible(False)
+        return
+    ends = {track.name: math.degrees(track.layers[-1].from_start.middle) for track in tracks}
+    named = sorted((track for track in tracks if not math.isnan(ends[track.name])), key=lambda track: ends[track.name])
+    heights = _apart([ends[track.name] for track in named], 0.055 * axes.get_ylim()[1])
+    for track, height in zip(named, heights, strict=True):
+        axes.annotate(
+            track.name, (1.015, height), xycoords=("axes fraction", "data"), color=track.colour, fontsize=SMALL,
+            fontweight="bold", va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _rings(figure: SubFigure, tracks: list[Track]) -> None:
+    """Where each layer stands at the end, true to the angle: a ring a layer, the first inmost."""
+    axes = cast(PolarAxes, figure.add_subplot(projection="polar"))
+    axes.set_theta_zero_location("N")
+    axes.set_theta_direction(-1)
+    width = (1 - HOLE) / max(1, len(tracks))
+    widest = 0.0
+    for place, track in enumerate(tracks):
+        low, middle, high = track.layers[-1].from_start
+        if math.isnan(middle):
+            continue
+        inner = HOLE + place * width
+        look = {"bottom": inner, "color": track.colour, "align": "edge", "linewidth": 0}
+        axes.bar(0, 0.8 * width, middle, alpha=0.9, **look)  # type: ignore[arg-type]
+        axes.bar(low, 0.8 * width, high - low, alpha=0.25, **look)  # type: ignore[arg-type]
+        widest = max(widest, high)
+        if len(tracks) <= NAMED:
+            axes.text(
+                high, inner + 0.4 * width, f" {math.degrees(middle):.0f}°", color=track.colour, fontsize=SMALL,
+                fontweight="bold", va="center", rotation=-math.degrees(high), rotation_mode="anchor",
+            )  # fmt: skip
+    end = 90 if widest <= math.pi / 2 else 180
+    axes.set_thetamin(0)
+    axes.set_thetamax(end)
+    axes.set_rlim(0, 1)
+    axes.set_rgrids([])
+    axes.set_thetagrids(range(0, end + 1, 15 if end == 90 else 30), fontsize=SMALL, color=GREY)
+    axes.grid(color=PALE, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_color(PALE)
+    axes.set_title("Where the layers stand at the end", fontsize=SMALL + 1, fontweight="bold", loc="left")
+
+
+def _apart(places: Sequence[float], room: float) -> list[float]:
+    """Sorted places moved as little as it takes to be that far apart."""
+    moved = list(places)
+    for _ in range(200):
+        for index in range(1, len(moved)):
+            lack = room - (moved[index] - moved[index - 1])
+            if lack > 1e-6:
+                moved[index - 1] -= lack / 2
+                moved[index] += lack / 2
+    return moved
+
+
+def _curves(axes: Axes, tracks: list[Track], of: Callable[[Layer], Spread], weight: float = 1.5) -> None:
+    for track in tracks:
+        low, middle, high = track.spread(of)
+        axes.fill_between(track.steps, low, high, color=track.colour, alpha=0.09, linewidth=0)
+        axes.plot(track.steps, middle, color=track.colour, linewidth=weight)
+
+
+def _logarithmic(axes: Axes, values: list[float]) -> None:
+    """Decades, with numbers between them where there are few."""
+    positive = [value for value in values if value > 0]
+    if positive:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(positive) < 100 * min(positive) else (1,)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
+    """Of all followed neurons, which never had a gradient, which listen to one input, which are not balanced."""
+    kinds: dict[str, tuple[str, str, Callable[[Layer], float]]] = {
+        "no gradient yet": ("#D55E00", "-", lambda layer: layer.silent),
+        "one input alone": ("#0072B2", "--", lambda layer: layer.near_limit),
+        "off balance": ("#009E73", ":", lambda layer: layer.off_balance),
+    }
+    steps = [each.step for each in readings]
+    for name, (colour, dashes, of) in kinds.items():
+        shares = [_share(each, of) for each in readings]
+        axes.plot(steps, shares, color=colour, linestyle=dashes, linewidth=1.8, label=f"{name} {shares[-1]:.1%}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_ylim(0, max(0.05, axes.get_ylim()[1]))
+    axes.legend(frameon=False, fontsize=SMALL - 1, loc="upper right")
+    skipped = sum(layer.skipped for layer in readings[-1].layers)
+    _dress(axes, f"Share of neurons; {skipped:,} updates skipped")
+
+
+def _share(reading: Reading, of: Callable[[Layer], float]) -> float:
+    layers = [layer for layer in reading.layers if layer.role == "neuron"]
+    return sum(of(layer) * layer.followed for layer in layers) / max(1, sum(layer.followed for layer in layers))
+
+
+def _dress(axes: Axes, title: str, size: float = SMALL + 1) -> None:
+    axes.set_xlabel("step", fontsize=SMALL, color=GREY)
+    axes.set_title(title, fontsize=size, loc="left", fontweight="bold")
+    axes.tick_params(labelsize=SMALL - 1, colors=GREY)
+    axes.grid(color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(PALE)

@@ -38,7 +38,7 @@ class Layer(NamedTuple):
         grad_norm: the root mean square of its gradients' norms: the optimiser's running average, corrected.
         silent: the share that has had no gradient but zero, such as the neurons behind a ReLU that is never on.
         near_limit: the share of neurons near the limit of what the constraints allow, which is to have all weight on
-            one input: of ``fan_in`` balanced weights the largest is at most sqrt(1 - 1/fan_in), and theirs is 90 % of it.
+            one input: of balanced weights the largest is at most sqrt(1 - 1/fan_in), and theirs is 90 % of it.
         off_balance: the share of neurons that the constraints do not hold, beyond what rounding explains: at the
             origin or constant until their first gradient, or changed since by others. No number but nan for gains
             and biases, as the one before.
@@ -60,7 +60,7 @@ class Layer(NamedTuple):
 class Lines(NamedTuple):
     """Layers that were measured together: what is known here, and numbers that may still be on a device."""
 
-    heads: list[tuple[int, str, str, int]]  # the layer's place, name, role and how many of it are followed
+    heads: Sequence[tuple[int, str, str, int]]  # the layer's place, name, role and how many of it are followed
     steps: Tensor
     skipped: Tensor
     table: Tensor
@@ -107,7 +107,17 @@ class Reading:
         raise KeyError(f"no layer {name!r}; there are {', '.join(layer.name for layer in self.layers)}")
 
     def __str__(self) -> str:
-        header = ("layer", "role", "turned", "from start", "grad norm", "silent", "near limit", "off balance", "skipped")
+        header = (
+            "layer",
+            "role",
+            "turned",
+            "from start",
+            "grad norm",
+            "silent",
+            "near limit",
+            "off balance",
+            "skipped",
+        )
         table = [header, *map(_cells, self.layers)]
         widths = [max(len(line[column]) for line in table) for column in range(len(header))]
         lines = [

@@ -67,7 +67,7 @@ class Watch:
         _need("tensorboard", "writing to a folder")
         from torch.utils.tensorboard import SummaryWriter
 
-        with SummaryWriter(fspath(writer)) as made:  # type: ignore[no-untyped-call]
+        with SummaryWriter(fspath(writer)) as made:
             self.write(made)
 
     def plot(self, path: str | PathLike[str]) -> None:
@@ -84,7 +84,9 @@ class Watch:
         return {
             "start": dict(self._start.rows),
             "last": dict(self._last.rows),
-            "readings": [{"step": each.step, "layers": [_listed(layer) for layer in each.layers]} for each in self.readings],
+            "readings": [
+                {"step": each.step, "layers": [_listed(layer) for layer in each.layers]} for each in self.readings
+            ],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -102,7 +104,9 @@ class Watch:
         for key, kept, own in (("start", start, self._start.rows), ("last", last, self._last.rows)):
             saved = state_dict[key]
             if unknown := sorted(set(saved) - set(own)):
-                raise ValueError(f"the checkpoint has {unknown[0]!r}, which this optimiser has not: it is of another model")
+                raise ValueError(
+                    f"the checkpoint has {unknown[0]!r}, which this optimiser has not: it is of another model"
+                )
             for name, rows in saved.items():
                 if rows.shape != own[name].shape:
                     raise ValueError(
@@ -149,7 +153,7 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
     in float32.
 
     Args:
-        optimiser: a :class:`nero.Nero`. What it holds now is the start; what is added later starts when it is first read.
+        optimiser: a :class:`nero.Nero`. What it holds now is the start; what is added later starts when first read.
         neurons: how many of each layer's neurons, gains or biases to follow at most, evenly spaced; ``None`` for all.
 
     Example:
@@ -184,7 +188,7 @@ def _listed(layer: Layer) -> list[Any]:
 
 
 def _layer(saved: list[Any]) -> Layer:
-    return Layer(*(Spread(*value) if isinstance(value, list) else value for value in saved))
+    return Layer._make(Spread(*value) if isinstance(value, list) else value for value in saved)
 
 
 def _need(package: str, what: str) -> None:

@@ -135,7 +135,10 @@ def _picked(tensor: Tensor, axes: tuple[int, ...], most: int | None) -> Tensor:
 
 
 def _angle(one: Tensor, other: Tensor) -> Tensor:
-    """Between rows of unit norm; from their distance, since the cosine tells no small angles apart."""
+    """Between rows of unit norm; from their distance, since the cosine tells no small angles apart.
+
+    What it gives up is the last digits of a half turn.
+    """
     distance = torch.linalg.vector_norm(one - other, dim=2, keepdim=True)
     angle: Tensor = 2 * (distance / 2).clamp_max(1).asin()
     return angle
@@ -144,11 +147,11 @@ def _angle(one: Tensor, other: Tensor) -> Tensor:
 def _spreads(values: Tensor) -> Tensor:
     """The quantiles, over the neurons that have a number, of kinds x layers x neurons: layers x (kinds x quantiles)."""
     ordered = values.sort(2).values  # what is not a number comes last
-    last = (~ordered.isnan()).sum(2, keepdim=True) - 1
+    last = (~ordered.isnan()).sum(2, keepdim=True, dtype=values.dtype) - 1
     places = torch.cat([last * quantile for quantile in QUANTILES], 2).clamp_min(0)
     below = places.floor()
     low, high = (ordered.gather(2, each.long()) for each in (below, places.ceil()))
-    found = torch.lerp(low, high, (places - below).to(low.dtype))
+    found = torch.lerp(low, high, places - below)
     return found.transpose(0, 1).flatten(1)
 
 

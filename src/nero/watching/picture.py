@@ -81,8 +81,8 @@ def _from_start(figure: SubFigure, tracks: list[Track]) -> None:
     if axes.get_ylim()[1] > 75:
         axes.axhline(90, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
     _dress(axes, "Angle from the start", size=13)
-    axes.text(0.99, 0.03, "line: the median neuron; band: eight in ten", transform=axes.transAxes, ha="right",
-              fontsize=SMALL, color=GREY)  # fmt: skip
+    line = "line: the median neuron" + ("; band: eight in ten" if len(tracks) <= NAMED else "")
+    axes.text(0.99, 0.03, line, transform=axes.transAxes, ha="right", fontsize=SMALL, color=GREY)
     if len(tracks) > NAMED:
         scale = ScalarMappable(Normalize(1, len(tracks)), _colours())
         bar = figure.colorbar(scale, ax=axes, shrink=0.8, aspect=30, pad=0.02)
@@ -147,7 +147,8 @@ def _apart(places: Sequence[float], room: float) -> list[float]:
 def _curves(axes: Axes, tracks: list[Track], of: Callable[[Layer], Spread], weight: float = 1.5) -> None:
     for track in tracks:
         low, middle, high = track.spread(of)
-        axes.fill_between(track.steps, low, high, color=track.colour, alpha=0.09, linewidth=0)
+        if len(tracks) <= NAMED:  # more bands would hide each other
+            axes.fill_between(track.steps, low, high, color=track.colour, alpha=0.09, linewidth=0)
         axes.plot(track.steps, middle, color=track.colour, linewidth=weight)
 
 
@@ -159,6 +160,7 @@ def _logarithmic(axes: Axes, values: list[float]) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(positive) < 100 * min(positive) else (1,)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(min(positive) / 2, max(positive) * 2)
 
 
 def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
@@ -174,9 +176,9 @@ def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
         axes.plot(steps, shares, color=colour, linestyle=dashes, linewidth=1.8, label=f"{name} {shares[-1]:.1%}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(0, max(0.05, axes.get_ylim()[1]))
-    axes.legend(frameon=False, fontsize=SMALL - 1, loc="upper right")
+    axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
     skipped = sum(layer.skipped for layer in readings[-1].layers)
-    _dress(axes, f"Share of neurons; {skipped:,} updates skipped")
+    _dress(axes, f"Share of neurons (updates skipped: {skipped:,})")
 
 
 def _share(reading: Reading, of: Callable[[Layer], float]) -> float:

@@ -12,6 +12,7 @@ import step
 import suite
 import timing
 import torch
+import watching
 
 import nero
 from nero.backends import BACKENDS, eager
@@ -243,3 +244,23 @@ def test_the_times_that_are_listed_are_recorded():
             timed_with = "cifar10-vgg11" if name in ("cifar10-ablation", "cifar10-granularity") else name
             wanted = found.get(timed_with)
             assert task.seconds[place] == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), (name, device)
+
+
+def test_the_cost_of_watching_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watching, "EVERY", 2)
+    assert watching.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "watch-cpu.json").read_text())
+    assert (found["quick"], found["every"]) == (True, 2)
+    assert [row["workload"].rpartition(", ")[2] for row in found["rows"]] == ["the optimiser alone"] * 2 + [
+        "training"
+    ] * 2
+    for row in found["rows"]:
+        slower = 100 * row["milliseconds_a_reading"] / (2 * row["milliseconds_a_step"])
+        assert row["per_cent_slower"] == pytest.approx(slower, rel=0.01)
+        assert row["kept_bytes"] <= 2 * row["weights_bytes"]
+        low, middle, high = row["per_cent_slower_in_blocks"]
+        assert low <= middle <= high
+    monkeypatch.setattr(watching, "shape_sets", lambda _: [])
+    assert watching.main(["--quick", "--device", "cpu", "--rounds", "1", "--longest", "0", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "watch-cpu.json").read_text())
+    assert {row["per_cent_slower_in_blocks"] for row in found["rows"]} == {None}

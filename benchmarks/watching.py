@@ -1,0 +1,151 @@
+"""What watching costs: a reading every hundred steps, beside the steps alone and beside whole training steps.
+
+Blocks of a hundred steps, with a reading at their end and without, take turns. Writes
+benchmarks/results/watch-cuda.json or watch-cpu.json.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from end_to_end import OPTIMISERS, Pipeline, perceptron, transformer
+from rich.console import Console
+from rich.table import Table
+from shapes import groups
+from step import shape_sets
+from timing import Bench, Clock, Plan, Row, Step, machine, milliseconds, take_turns
+
+import nero
+from nero.paper.record import commit
+
+ROOT = Path(__file__).parents[1]
+EVERY = 100
+
+
+class Forgetful:
+    """A writer that writes nowhere."""
+
+    def add_scalar(self, *_: object) -> None: ...
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
+    parser.add_argument("--rounds", type=int, default=5, help="in which each block has a turn (5)")
+    parser.add_argument("--longest", type=float, default=12.0, help="seconds a block may take to be timed whole (12)")
+    parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes, in seconds")
+    parser.add_argument("--out", type=Path, help="where the JSON goes (benchmarks/results; of a rehearsal, out)")
+    arguments = parser.parse_args(argv)
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    device, out = (
+        torch.device(arguments.device),
+        arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results"),
+    )
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    bench = Bench(device, Plan(), 1.0, arguments.quick, 0.0)
+    rows: list[Row] = []
+    for name, optimiser, step in workloads(bench):
+        rows.append(measure(name, optimiser, step, Clock(device), arguments.rounds, arguments.longest))
+        console.print(table(rows[-1:]), "")
+    record = {
+        "date": date.today().isoformat(),
+        "machine": machine(device),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "threads": torch.get_num_threads(),
+        "quick": arguments.quick,
+        "every": EVERY,
+        "rows": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"watch-{device.type}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def workloads(bench: Bench) -> Iterator[tuple[str, nero.Nero, Step]]:
+    """The optimiser alone on the shapes of known networks, then training steps; each is made when its turn comes."""
+    for shapes in shape_sets(bench):
+        optimiser = nero.Nero(groups(shapes.parameters(bench.device)))
+        yield f"{shapes.name}, the optimiser alone", optimiser, optimiser.step
+    for make in (perceptron, transformer):
+        pipeline = Pipeline(make(bench), OPTIMISERS["Nero"])
+        assert isinstance(pipeline.optimiser, nero.Nero)
+        yield f"{pipeline.task.name}, training", pipeline.optimiser, pipeline.train
+
+
+def measure(name: str, optimiser: nero.Nero, step: Step, clock: Clock, rounds: int, longest: float) -> Row:
+    """Time a step, a reading, and blocks of steps with one and without, in turn."""
+    watched = nero.watch(optimiser)
+    for warm in (step, watched.read, step, watched.read):
+        warm()
+    asked: Callable[[], object] = lambda: watched.read().layers  # noqa: E731
+    singles: dict[str, Step] = {
+        "step": step,
+        "reading": watched.read,
+        "asked": asked,
+        "written": lambda: watched.read().write(Forgetful()),
+    }
+    plan = Plan(rounds=4 * rounds, seconds=4.0, least=3)
+    times = take_turns(singles, dict.fromkeys(singles, 1), clock, plan, always=singles)
+    taken = {each: statistics.median(those.values()) for each, those in times.items()}
+    blocks: dict[str, Step] = {"plain": partial(block, step), "watched": partial(block, step, watched.read)}
+    measured = None
+    if EVERY * taken["step"] <= longest:
+        turns = take_turns(blocks, dict.fromkeys(blocks, 1), clock, Plan(rounds=rounds, seconds=1e9), always=blocks)
+        ratios = [turns["watched"][each] / turns["plain"][each] for each in turns["plain"]]
+        measured = [round(100 * (ratio - 1), 2) for ratio in (min(ratios), statistics.median(ratios), max(ratios))]
+    return {
+        "workload": name,
+        "parameters": sum(part.parameter.numel() for part in optimiser.parts()),
+        "tensors": len(list(optimiser.parts())),
+        "neurons": watched.neurons,
+        "kept_bytes": watched.nbytes,
+        "weights_bytes": sum(part.parameter.nbytes for part in optimiser.parts()),
+        "rounds": len(times["step"]),
+        "milliseconds_a_step": milliseconds(taken["step"]),
+        "milliseconds_a_reading": milliseconds(taken["reading"]),
+        "milliseconds_a_reading_asked": milliseconds(taken["asked"]),
+        "milliseconds_a_reading_written": milliseconds(taken["written"]),
+        "per_cent_slower": round(100 * taken["reading"] / (EVERY * taken["step"]), 3),
+        "per_cent_slower_asked": round(100 * taken["asked"] / (EVERY * taken["step"]), 3),
+        "per_cent_slower_in_blocks": measured,
+    }
+
+
+def block(step: Step, then: Step | None = None) -> None:
+    """So many steps as lie between readings."""
+    for _ in range(EVERY):
+        step()
+    if then is not None:
+        then()
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for a terminal."""
+    made = Table(box=None, pad_edge=False)
+    made.add_column("workload", no_wrap=True)
+    for title in ("step, ms", "reading, ms", "asked", "written", "slower", "in blocks (least, median, most)"):
+        made.add_column(title, justify="right")
+    for row in rows:
+        times = [
+            f"{row[f'milliseconds_{kind}']:.4g}"
+            for kind in ("a_step", "a_reading", "a_reading_asked", "a_reading_written")
+        ]
+        blocks = row["per_cent_slower_in_blocks"]
+        made.add_row(
+            row["workload"], *times, f"{row['per_cent_slower']:.2g} %",
+            "-" if blocks is None else ", ".join(f"{each:.2g} %" for each in blocks),
+        )  # fmt: skip
+    return made
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

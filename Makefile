@@ -1,13 +1,14 @@
-# Four commands do everything on a machine with Python 3.11 or newer, pip and make:
+# Five commands do everything on a machine with Python 3.11 or newer, pip and make:
 #   make demo    train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test    format, lint, types, arrows, all tests
 #   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
 #   make paper   draw the paper's figures and fill its tables in docs/paper from the committed records
+#   make figures train the networks of docs/figures/watch.png and gains.png anew, and draw them; about five minutes
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test bench paper format clean
+.PHONY: demo test bench paper figures format clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -25,6 +26,10 @@ bench: $(READY)
 
 paper: $(READY)
 	$(BIN)/nero report --records results --out docs/paper
+
+figures: $(READY)
+	$(BIN)/python examples/watch.py --out docs/figures
+	$(BIN)/python examples/gains.py --out docs/figures
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -2,7 +2,9 @@
 
 import copy
 import io
+import json
 import math
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import nero
 from nero.watching import Layer, Reading, Spread, measure
+
+ROOT = Path(__file__).parents[1]
 
 
 def network():
@@ -199,8 +203,15 @@ def test_options_may_change_between_readings():
     with torch.no_grad():
         layer.weight *= 2
     assert watched.read()["weight"].off_balance == 1
-    optimiser.param_groups[0].update(fix_norm=False, beta=0.5)
+    for norm, share in ((False, 0), (True, 1), ("initial", 0)):  # the last is first asked for at the next step
+        optimiser.param_groups[0].update(fix_norm=norm, beta=0.5)
+        assert watched.read()["weight"].off_balance == share
+    layer.weight.grad = torch.randn(4, 10)
+    optimiser.step()
     assert watched.read()["weight"].off_balance == 0
+    with torch.no_grad():
+        layer.weight *= 2
+    assert watched.read()["weight"].off_balance == 1
 
 
 def test_a_neuron_at_the_origin_starts_where_it_first_has_a_direction():
@@ -452,14 +463,18 @@ def test_sharded_parameters_are_watched(mesh, axis: int):
     readings = []
     for is_sharded in (False, True):
         torch.manual_seed(0)
-        layer = nn.Linear(6, 4, bias=False)
-        gradient = torch.randn(4, 6)
-        if is_sharded:
-            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(axis)]))
-            gradient = distribute_tensor(gradient, mesh, [Shard(axis)])
+        layer = nn.Linear(6, 4)
+        gradients = {"weight": torch.randn(4, 6), "bias": torch.randn(4)}
+        for name, gradient in gradients.items():
+            if is_sharded:
+                places = [Shard(min(axis, gradient.dim() - 1))]
+                parameter = nn.Parameter(distribute_tensor(layer.get_parameter(name).detach(), mesh, places))
+                setattr(layer, name, parameter)
+                gradients[name] = distribute_tensor(gradient, mesh, places)
         optimiser = nero.Nero(layer, backend="eager")
         watched = nero.watch(optimiser)
-        layer.weight.grad = gradient
+        for name, gradient in gradients.items():
+            layer.get_parameter(name).grad = gradient
         optimiser.step()
         readings.append(str(watched.read()))
     assert readings[0] == readings[1]
@@ -551,11 +566,17 @@ def zero_headed():
 )
 def test_a_run_is_drawn(make, tmp_path: Path):
     watched = watched_run(make(), readings=2)
-    watched.plot(tmp_path / "run.png")
     watched.plot(str(tmp_path / "run.svg"))
-    assert (tmp_path / "run.png").stat().st_size > 20_000
     text = (tmp_path / "run.svg").read_text()
+    assert text.count("<path") > 100
     assert text.rstrip().endswith("</svg>")
+
+
+def test_a_picture_is_the_same_whenever_it_is_drawn(tmp_path: Path):
+    watched = watched_run(nn.Linear(6, 3), readings=1)
+    for name in ("one.png", "other.png"):
+        watched.plot(tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "other.png").read_bytes()
 
 
 def test_curves_are_the_readings():
@@ -599,3 +620,25 @@ def test_bad_input():
     for neurons in (0, -1, 1.5, True, "all"):
         with pytest.raises(ValueError, match="neurons must be a whole number from 1, or None for all"):
             nero.watch(optimiser, neurons=neurons)
+
+
+# -- the examples -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [("watch", ["--epochs", "1"], "of the test digits right"), ("gains", ["--quick", "--seeds", "1"], "every run")],
+)
+def test_the_examples_run(
+    script: str, options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    threads = torch.get_num_threads()
+    done = runpy.run_path(str(ROOT / f"examples/{script}.py"))["main"]([*options, "--out", str(tmp_path)])
+    torch.set_num_threads(threads)
+    assert done == 0
+    assert says in capsys.readouterr().out
+    assert (tmp_path / f"{script}.png").stat().st_size > 20_000
+    found, committed = (
+        json.loads((folder / f"{script}.json").read_text()) for folder in (tmp_path, ROOT / "docs/figures")
+    )
+    assert found.keys() == committed.keys()

@@ -1,5 +1,6 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
@@ -70,7 +71,8 @@ class Nero(torch.optim.Optimizer):
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
         scale: what a step's size is relative to. By default a neuron's norm, and for gains and
             biases the mean size that they came with, or 0.01 where that is zero.
-        gain_penalty: the strength of a quadratic penalty that pulls gains towards one.
+        gain_penalty: λ of the penalty λ/2 (γ - 1)², added to the loss, that pulls every gain γ towards one (Section
+            5.6). From shapes alone a norm layer's gain passes for a bias: give the module, or the role.
         maximize: go up the gradient instead of down.
         on_nonfinite: what to do about a neuron, gain or bias whose gradient is infinite or not a
             number: ``"skip"`` lets it sit out that step and counts it in :attr:`skipped`;
@@ -135,6 +137,12 @@ class Nero(torch.optim.Optimizer):
         self._forget()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._let_in()
+        if gain_penalty and all(role.kind != "gain" for role in self._roles.values()):
+            warnings.warn(
+                f"gain_penalty={gain_penalty} pulls nothing: none of the parameters is known to be a gain. Give the "
+                "model itself, nero.Nero(model), or groups with role='gain'",
+                stacklevel=2,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are balanced at once and count their own steps from here.

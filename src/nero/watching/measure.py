@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nero.balance import statistics_dtype
+from nero.balance import FixNorm, statistics_dtype
 from nero.optimiser import Part
 from nero.roles import Role
 from nero.rule import bias_correction
@@ -32,8 +32,14 @@ class Followed(NamedTuple):
     def kind(self) -> tuple[Any, ...]:
         """What layers must share to be measured together."""
         group, dtype = self.part.group, self.part.parameter.dtype
-        held = (group["fix_mean"], group["fix_norm"]) if self.part.role.axes else (group["scale"],)
+        held = (group["fix_mean"], self.fix_norm) if self.part.role.axes else (group["scale"],)
         return (self.part.role.kind, self.rows.shape, self.rows.device, dtype, group["beta"], *held)
+
+    @property
+    def fix_norm(self) -> FixNorm:
+        """How norms are held; not yet, where the norm that a neuron came with is first asked for at the next step."""
+        asked: FixNorm = self.part.group["fix_norm"]
+        return asked if asked != "initial" or "radius" in self.state else False
 
 
 class Kept:
@@ -103,7 +109,7 @@ def measure(bundle: list[Followed], start: Kept, last: Kept, most: int | None) -
     else:
         now = rows
         begun = start.get(names, now)
-        scale = first.group["scale"] or torch.stack([each.state["scale"] for each in bundle]).reshape(-1, 1, 1)
+        scale = first.group["scale"] or _one_a_layer(bundle, "scale")
         moved = [(now - other).abs() / scale for other in (last.get(names, now), begun)]
         near = off = torch.full((len(bundle),), math.nan, device=now.device)
     grad_norm, silent = _gradients(bundle, most)
@@ -160,11 +166,14 @@ def _one_a_neuron(bundle: list[Followed], key: str, most: int | None) -> Tensor:
     return torch.stack([_picked(_here(each.state[key], each.part.role), each.part.role.axes, most) for each in bundle])
 
 
+def _one_a_layer(bundle: list[Followed], key: str) -> Tensor:
+    return torch.stack([_here(each.state[key], each.part.role) for each in bundle]).reshape(-1, 1, 1)
+
+
 def _gradients(bundle: list[Followed], most: int | None) -> tuple[Tensor, Tensor]:
     """The root mean square of gradients' norms, and the share of those that never had any."""
     average = _one_a_neuron(bundle, "grad_norm", most)
-    steps = torch.stack([each.state["step"] for each in bundle]).reshape(-1, 1, 1)
-    corrected = average / bias_correction(steps, bundle[0].part.group["beta"], average.dtype)
+    corrected = average / bias_correction(_one_a_layer(bundle, "step"), bundle[0].part.group["beta"], average.dtype)
     silent = average == 0
     return torch.where(silent, 0.0, corrected), _share(silent)
 
@@ -173,20 +182,20 @@ def _limits(
     bundle: list[Followed], unit: Tensor, peak: Tensor, length: Tensor, most: int | None
 ) -> tuple[Tensor, Tensor]:
     """The shares of neurons near the limit of what the constraints allow, and of those that they do not hold."""
-    group, dtype, fan_in = bundle[0].part.group, bundle[0].part.parameter.dtype, unit.shape[2]
-    fix_mean = group["fix_mean"] and fan_in > 2
+    dtype, fan_in, fix_norm = bundle[0].part.parameter.dtype, unit.shape[2], bundle[0].fix_norm
+    fix_mean = bundle[0].part.group["fix_mean"] and fan_in > 2
     # of the neuron that has all its weight on one input; peak / (peak * length) is the largest weight's share
     limit = math.sqrt(1 - 1 / fan_in) if fix_mean else 1.0
     near = 1 / length >= NEAR * limit
     # how far from its projection a neuron is, relative to its norm: by its mean, and by what the norm then lacks
     shift = unit.mean(2, keepdim=True) * math.sqrt(fan_in) if fix_mean else torch.zeros_like(peak)
     distance = shift.abs()
-    if group["fix_norm"]:
-        radius = _one_a_neuron(bundle, "radius", most) if group["fix_norm"] == "initial" else 1.0
+    if fix_norm:
+        radius = _one_a_neuron(bundle, "radius", most) if fix_norm == "initial" else 1.0
         centred = (1 - shift.square()).clamp_min(0).sqrt()
         distance = torch.hypot(distance, centred - radius / (peak * length))
     rounding = torch.finfo(dtype).eps + 16 * torch.finfo(unit.dtype).eps
-    free = not (fix_mean or group["fix_norm"])
+    free = not (fix_mean or fix_norm)
     return _share(near), _share(~(distance <= rounding) & ~((peak == 0) & free))
 
 

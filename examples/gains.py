@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,7 +112,7 @@ def draw(runs: list[Run], plan: Plan) -> Figure:
         gains.plot(place, middle[5], marker="o", color=NERO, markersize=5)
     gains.axhline(1, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
     free = {run.seed: run.test_error for run in runs if run.penalty == 0}
-    for axes, of in ((loss, lambda run: run.train_loss), (error, lambda run: 100 * (run.test_error - free[run.seed]))):
+    for axes, of in ((loss, _fit), (error, partial(_beside, free))):
         for seed in free:
             axes.plot(
                 [of(run) for those in by_penalty for run in those if run.seed == seed], color=NERO, alpha=0.2, lw=1
@@ -127,6 +128,14 @@ def draw(runs: list[Run], plan: Plan) -> Figure:
     without = 100 * statistics.mean(free.values())
     _dress(error, penalties, f"Test error, points from the {without:.1f}% without it")
     return figure
+
+
+def _fit(run: Run) -> float:
+    return run.train_loss
+
+
+def _beside(free: dict[int, float], run: Run) -> float:
+    return 100 * (run.test_error - free[run.seed])
 
 
 def _dress(axes: Axes, penalties: list[float], title: str) -> None:
@@ -148,7 +157,7 @@ def table(runs: list[Run]) -> str:
             statistics.mean(values)
             for values in zip(*((run.gains[-1], run.train_loss, 100 * run.test_error) for run in those), strict=True)
         )
-        less = [100 * (free[run.seed] - run.test_error) for run in those]
+        less = [-_beside(free, run) for run in those]
         off = statistics.stdev(less) / math.sqrt(len(less)) if len(less) > 1 else math.nan
         lines.append(
             f"{penalty:<7g}  {largest:12.3f}  {loss:10.4f}  {error:13.2f}  {statistics.mean(less):.2f} ± {off:.2f}"

@@ -5,6 +5,7 @@ Scikit-learn's digits, five layers without batch norm, Nero at its default rate,
 
 import argparse
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -18,11 +19,13 @@ import nero
 
 def network() -> nn.Sequential:
     """Four convolutions and a head."""
-    layers: list[nn.Module] = []
-    for before, after in ((1, 16), (16, 16), (16, 32), (32, 32)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
-    layers.insert(4, nn.MaxPool2d(2))
-    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+    layers: dict[str, nn.Module] = {}
+    for number, (before, after) in enumerate(((1, 16), (16, 16), (16, 32), (32, 32)), 1):
+        layers[f"conv{number}"] = nn.Conv2d(before, after, 3, padding=1)
+        layers[f"relu{number}"] = nn.ReLU()
+        if number % 2 == 0:
+            layers[f"pool{number}"] = nn.MaxPool2d(2)
+    return nn.Sequential(OrderedDict(layers, flat=nn.Flatten(), head=nn.Linear(128, 10)))
 
 
 def digits() -> list[Tensor]:

@@ -588,7 +588,7 @@ def test_curves_are_the_readings():
     names = {text.get_text(): text.get_color() for text in chart.texts}
     for name in ("0.weight", "3.weight"):
         wanted = [math.degrees(reading[name].from_start.middle) for reading in watched.readings]
-        (line,) = [each for each in chart.lines if each.get_color() == names[name]]
+        (line,) = [each for each in chart.lines if each.get_color() == names[name.removesuffix(".weight")]]
         assert list(line.get_xdata()) == [2, 4, 6]
         assert list(line.get_ydata()) == pytest.approx(wanted)
 

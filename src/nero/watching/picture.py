@@ -94,9 +94,15 @@ def _from_start(figure: SubFigure, tracks: list[Track]) -> None:
     heights = _apart([ends[track.name] for track in named], 0.055 * axes.get_ylim()[1])
     for track, height in zip(named, heights, strict=True):
         axes.annotate(
-            track.name, (1.015, height), xycoords=("axes fraction", "data"), color=track.colour, fontsize=SMALL,
-            fontweight="bold", va="center", annotation_clip=False,
-        )  # fmt: skip
+            track.name.removesuffix(".weight"),
+            (1.015, height),
+            xycoords=("axes fraction", "data"),
+            color=track.colour,
+            fontsize=SMALL,
+            fontweight="bold",
+            va="center",
+            annotation_clip=False,
+        )
 
 
 def _rings(figure: SubFigure, tracks: list[Track]) -> None:
@@ -129,7 +135,9 @@ def _rings(figure: SubFigure, tracks: list[Track]) -> None:
     axes.grid(color=PALE, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_color(PALE)
-    axes.set_title("Where the layers stand at the end", fontsize=SMALL + 1, fontweight="bold", loc="left")
+    axes.set_title(
+        "Where the layers stand at the end, the first inmost", fontsize=SMALL + 1, fontweight="bold", loc="left"
+    )
 
 
 def _apart(places: Sequence[float], room: float) -> list[float]:

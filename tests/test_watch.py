@@ -5,6 +5,8 @@ import io
 import json
 import math
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -642,3 +644,12 @@ def test_the_examples_run(
         json.loads((folder / f"{script}.json").read_text()) for folder in (tmp_path, ROOT / "docs/figures")
     )
     assert found.keys() == committed.keys()
+
+
+def test_watching_is_imported_when_it_is_asked_for():
+    code = (
+        "import sys, nero\nassert 'nero.watching' not in sys.modules\nassert callable(nero.watch)\n"
+        "assert 'nero.watching' in sys.modules\nassert 'matplotlib' not in sys.modules\nnero.wait"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.rstrip().endswith("AttributeError: module 'nero' has no attribute 'wait'")

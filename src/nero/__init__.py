@@ -10,11 +10,15 @@ Example:
     True
 """
 
+from typing import TYPE_CHECKING
+
 from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
 from nero.describe import Description, describe
 from nero.optimiser import Nero
 from nero.roles import Role, param_groups, roles_of
-from nero.watching import Watch, watch
+
+if TYPE_CHECKING:
+    from nero.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -33,3 +37,14 @@ __all__ = [
     "roles_of",
     "watch",
 ]
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """What training does not need is imported when it is first asked for."""
+        if name not in ("Watch", "watch"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from nero import watching
+
+        return getattr(watching, name)

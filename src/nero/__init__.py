@@ -13,6 +13,7 @@ Example:
 from typing import TYPE_CHECKING
 
 from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
+from nero.depth import depth_of
 from nero.describe import Description, describe
 from nero.optimiser import Nero
 from nero.roles import Role, param_groups, roles_of
@@ -31,6 +32,7 @@ __all__ = [
     "balance_",
     "balance_after_step",
     "centred_weight_norm",
+    "depth_of",
     "describe",
     "is_balanced",
     "param_groups",

@@ -59,6 +59,8 @@ def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
     _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
     if options["scale"] is not None:
         _number("scale", options["scale"], "finite and positive, or None", lambda x: 0 < x < math.inf)
+    if options["depth"] != "auto":
+        _number("depth", options["depth"], "finite and positive, or 'auto'", lambda x: 0 < x < math.inf)
     _one_of("fix_mean", options["fix_mean"], [True, False])
     _one_of("fix_norm", options["fix_norm"], [True, False, "initial"])
     _one_of("maximize", options["maximize"], [True, False])

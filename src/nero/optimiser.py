@@ -14,6 +14,7 @@ from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
 from nero.checks import check_backend, check_lr, check_options, check_parameter
+from nero.depth import TRUST, Once
 from nero.roles import Role, param_groups, role_from_shape
 from nero.rounding import Rounding
 
@@ -32,6 +33,7 @@ _OPTIONS = itemgetter(
     "on_nonfinite",
     "rounding",
     "backend",
+    "depth",
     "role",
     "fan_in_axes",
     "fan_in_groups",
@@ -65,7 +67,8 @@ class Nero(torch.optim.Optimizer):
         params: a module, whose layers then say which parameter is what; or, as for any optimiser
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
-            of one element (then ``torch.compile`` does not recompile when it changes).
+            of one element (then ``torch.compile`` does not recompile when it changes). ``"auto"`` is short for
+            ``lr=0.04, depth="auto"``: an angle that is right for the depth of the module.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
@@ -81,6 +84,9 @@ class Nero(torch.optim.Optimizer):
         rounding: how half-precision parameters are rounded: to ``"nearest"``, or ``"stochastic"``, up or down by
             chance, so that steps too small for the dtype are made now and then instead of never
             (reproducible from ``torch.manual_seed``).
+        depth: what the angle is divided by, so that ``lr`` is what a step changes the whole network by; 1 leaves it an
+            angle. With ``"auto"`` it is counted (:func:`nero.depth_of`) when the module first runs, which has to be
+            before the first step.
         backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU; it needs the extra ``cpu``),
             ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that serves.
 
@@ -104,7 +110,7 @@ class Nero(torch.optim.Optimizer):
     def __init__(
         self,
         params: Params,
-        lr: float | Tensor = 0.01,
+        lr: float | Tensor | Literal["auto"] = 0.01,
         beta: float = 0.999,
         *,
         fix_mean: bool = True,
@@ -114,8 +120,16 @@ class Nero(torch.optim.Optimizer):
         maximize: bool = False,
         on_nonfinite: OnNonfinite = "skip",
         rounding: Rounding = "nearest",
+        depth: float | Literal["auto"] = 1.0,
         backend: Backend = "auto",
     ) -> None:
+        if isinstance(lr, str) and lr == "auto":
+            lr, depth = TRUST, "auto"
+        if depth == "auto" and not isinstance(params, nn.Module):
+            raise ValueError(
+                "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
+                "nero.Nero(model, lr='auto'), or give a number"
+            )
         defaults: dict[str, Any] = {
             "lr": lr,
             "beta": beta,
@@ -127,6 +141,7 @@ class Nero(torch.optim.Optimizer):
             "on_nonfinite": on_nonfinite,
             "rounding": rounding,
             "backend": backend,
+            "depth": depth,
             "role": None,
             "fan_in_axes": None,
             "fan_in_groups": 1,
@@ -137,12 +152,19 @@ class Nero(torch.optim.Optimizer):
         self._forget()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._let_in()
+        if depth == "auto" and isinstance(params, nn.Module):
+            Once(params, self._take_depth)
         if gain_penalty and all(role.kind != "gain" for role in self._roles.values()):
             warnings.warn(
                 f"gain_penalty={gain_penalty} pulls nothing: none of the parameters is known to be a gain. Give the "
                 "model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
+
+    def _take_depth(self, depth: float) -> None:
+        for options in (self.defaults, *self.param_groups):
+            if options["depth"] == "auto":
+                options["depth"] = depth
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are balanced at once and count their own steps from here.
@@ -204,6 +226,11 @@ class Nero(torch.optim.Optimizer):
         if not compiling:
             self._check_options()
         for group in self.param_groups:
+            if group["depth"] == "auto":
+                raise RuntimeError(
+                    "the depth of the model is not known yet: run it forward once, not compiled and as a whole, before "
+                    "the first step; or give it, as in nero.Nero(model, lr=0.04, depth=nero.depth_of(model, inputs))"
+                )
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
         left = [group["params"] for group in self.param_groups] if compiling else self._sweep()
@@ -250,7 +277,7 @@ class Nero(torch.optim.Optimizer):
         def withhold(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._checked_state(incoming))
             groups = [
-                {**saved, "backend": own["backend"]}
+                {"depth": 1.0, **saved, "backend": own["backend"]}
                 for saved, own in zip(incoming["param_groups"], self.param_groups, strict=True)
             ]
             return {**incoming, "state": {}, "param_groups": groups}
@@ -307,7 +334,9 @@ class Nero(torch.optim.Optimizer):
         if any(addresses is None for addresses in found):
             self._plan()
             found = [sweep.look() for sweep in self._sweeps]
-        rates = [Rate(group["lr"], -1.0 if group["maximize"] else 1.0) for group in self.param_groups]
+        rates = [
+            Rate(group["lr"], (-1.0 if group["maximize"] else 1.0) / group["depth"]) for group in self.param_groups
+        ]
         for sweep, addresses in zip(self._sweeps, found, strict=True):
             assert addresses is not None
             sweep.launch(addresses, rates)
@@ -458,13 +487,14 @@ class Nero(torch.optim.Optimizer):
             )
         checked = {}
         for number, (saved, own) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
-            missing = set(self.defaults) - set(saved) - {"differentiable"}  # which torch adds when it unpickles
+            # torch adds the first when it unpickles, and depth came later than the rest
+            missing = set(self.defaults) - set(saved) - {"differentiable", "depth"}
             if missing:
                 raise ValueError(
                     f"group {number} of the checkpoint lacks the options {sorted(missing)}: it was not written by "
                     "nero.Nero, or by another version of it; add them to its param_groups"
                 )
-            check_options(saved)
+            check_options({"depth": 1.0, **saved})
             for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
                 name = self._name_of(own, index)
                 saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
@@ -478,6 +508,7 @@ class Nero(torch.optim.Optimizer):
 
 def _settings(group: dict[str, Any]) -> Settings:
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else float(group["lr"])
+    lr = lr if group["depth"] == 1 else lr / group["depth"]
     return Settings(
         -lr if group["maximize"] else lr,
         group["beta"],

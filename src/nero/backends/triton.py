@@ -135,10 +135,10 @@ class _Launch:
 
 
 class Rate(NamedTuple):
-    """The learning rate of a group at a step, and -1 if it goes up."""
+    """The learning rate of a group at a step, and what to multiply it by: less than zero if it goes up."""
 
     lr: float | Tensor
-    sign: float
+    factor: float
 
 
 def form_of(job: Job) -> Form | None:
@@ -273,13 +273,13 @@ class Sweep:
     def _words(self, rate: Rate) -> tuple[int, int, int]:
         """A learning rate as the kernels read it: where a float32 is, or a float64, and a number to multiply it by."""
         if not isinstance(rate.lr, Tensor) or rate.lr.device.type != self.device.type:
-            return 0, 0, _bits(rate.sign * float(rate.lr))
+            return 0, 0, _bits(rate.factor * float(rate.lr))
         lr = rate.lr
         if lr.device != self.device or lr.dtype not in (torch.float32, torch.float64):
             lr = lr.to(self.device, torch.float32, non_blocking=True)
             self._borrowed.append(lr)
         address = lr.data_ptr()
-        return (address, 0, _bits(rate.sign)) if lr.dtype == torch.float32 else (0, address, _bits(rate.sign))
+        return (address, 0, _bits(rate.factor)) if lr.dtype == torch.float32 else (0, address, _bits(rate.factor))
 
     def _upload(self, addresses: list[int], words: list[int]) -> Tensor:
         if addresses is not self._found or words != self._found_words:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import auto
 import bench
 import end_to_end
 import figure
@@ -16,6 +17,8 @@ import watching
 
 import nero
 from nero.backends import BACKENDS, eager
+from nero.paper.data import Images, Pictures
+from nero.paper.record import read_records
 
 
 @pytest.fixture(scope="module")
@@ -264,3 +267,29 @@ def test_the_cost_of_watching_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert watching.main(["--quick", "--device", "cpu", "--rounds", "1", "--longest", "0", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "watch-cpu.json").read_text())
     assert {row["per_cent_slower_in_blocks"] for row in found["rows"]} == {None}
+
+
+def test_the_study_of_automatic_rates_runs_and_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    noise = torch.Generator().manual_seed(0)
+
+    def images(count: int) -> Images:
+        return Images(
+            torch.randint(256, (count, 1, 28, 28), generator=noise, dtype=torch.uint8), torch.arange(count) % 10
+        )
+
+    monkeypatch.setattr(auto, "load", lambda *_: Pictures("mnist", images(20), images(10), (0.5,), (0.25,)))
+    for name, value in (("LAYERS", (2, 3)), ("RATES", (0.001, 0.01)), ("TRUSTS", (auto.TRUST,)), ("EPOCHS", 1)):
+        monkeypatch.setattr(auto, name, value)
+    places = ["--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "auto.png")]
+    assert auto.main(["depths", "mnist-deep", "draw", "--layers", "2", "3", "--epochs", "1", *places]) == 0
+    found = {(each["task"], each["optimiser"], each["lr"]): each for each in read_records(tmp_path)}
+    runs = (("nero", 0.001), ("nero", 0.01), ("auto", 0.04))
+    ran = {(f"perceptron-{count}", *run) for count in (2, 3) for run in runs}
+    assert set(found) == {*ran, ("mnist-deep", "auto", 0.04)}
+    assert found["mnist-deep", "auto", 0.04]["options"] == {"depth": "auto"}
+    assert (tmp_path / "auto.png").stat().st_size > 10_000
+    assert "0.013" in capsys.readouterr().out  # what is left of 0.04 for each of three layers
+    with pytest.raises(SystemExit, match="not trained by Nero"):
+        auto.main(["mnist-reparameterised", *places])

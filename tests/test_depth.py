@@ -233,6 +233,14 @@ def test_parameters_alone_have_no_depth():
         nero.Nero(perceptron(), lr="automatic")
 
 
+def test_groups_made_by_hand_can_be_told_of_the_model():
+    model = perceptron(3)
+    optimiser = nero.Nero(nero.param_groups(model), lr=0.06)
+    optimiser.count_depth(model)
+    assert turned(model, optimiser) == pytest.approx(0.02, rel=0.1)
+    assert {group["depth"] for group in optimiser.param_groups} == {3.0}
+
+
 def test_the_optimiser_can_be_let_go():
     model = perceptron(3)
     nero.Nero(model, lr="auto")  # and nobody holds it

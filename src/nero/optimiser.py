@@ -128,7 +128,7 @@ class Nero(torch.optim.Optimizer):
         if depth == "auto" and not isinstance(params, nn.Module):
             raise ValueError(
                 "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
-                "nero.Nero(model, lr='auto'), or give a number"
+                "nero.Nero(model, lr='auto'), or call count_depth(model) on an optimiser of groups"
             )
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -153,13 +153,25 @@ class Nero(torch.optim.Optimizer):
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._let_in()
         if depth == "auto" and isinstance(params, nn.Module):
-            Once(params, self._take_depth)
+            self.count_depth(params)
         if gain_penalty and all(role.kind != "gain" for role in self._roles.values()):
             warnings.warn(
                 f"gain_penalty={gain_penalty} pulls nothing: none of the parameters is known to be a gain. Give the "
                 "model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
+
+    def count_depth(self, model: nn.Module) -> None:
+        """Divide the angle by a depth that is counted when the model next runs, in all groups.
+
+        That is what ``depth="auto"`` does; groups that were made by hand need to be told of the model.
+
+        Args:
+            model: of whose parameters the groups are.
+        """
+        for options in (self.defaults, *self.param_groups):
+            options["depth"] = "auto"
+        Once(model, self._take_depth)
 
     def _take_depth(self, depth: float) -> None:
         for options in (self.defaults, *self.param_groups):

@@ -1,0 +1,158 @@
+"""Whether lr="auto" does as well as a tuned rate: perceptrons of 5 to 100 layers at every rate, and the paper's tasks.
+
+`auto.py depths` trains perceptrons on MNIST for 5 epochs, at rates from 0.0003 to 0.03 and with "auto" at several
+amounts of trust. `auto.py TASK ...` trains by "auto" what the paper's suite trains at the tuned rate. Records, as the
+suite writes them, go to benchmarks/results/auto. `auto.py draw` makes docs/figures/auto.png of them and says how far
+"auto" is from the best.
+"""
+
+import argparse
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nero.depth import TRUST
+from nero.paper.data import Photos, load
+from nero.paper.models.mlp import mlp
+from nero.paper.progress import Display
+from nero.paper.protocol import Contender, Precision, Settings, Task
+from nero.paper.record import Store, read_records
+from nero.paper.sweep import train
+from nero.paper.tasks import TASKS
+
+ROOT = Path(__file__).parents[1]
+LAYERS = (5, 10, 20, 50, 100)
+RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
+#: What "auto" is tried with besides what it is.
+TRUSTS = tuple(sorted({0.01, 0.02, 0.04, 0.08, 0.16, TRUST}))
+EPOCHS = 5
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a part of the study, or draw it, from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("what", nargs="+", choices=("depths", "draw", *TASKS), metavar="depths, draw or TASK")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
+    parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/auto", help="where the records go")
+    parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/auto.png", help="where it is drawn")
+    parser.add_argument("--precision", choices=("float32", "tf32"), default="float32", help="of matrix products")
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the perceptrons")
+    parser.add_argument("--epochs", type=int, help="fewer than a task has")
+    arguments = parser.parse_args(argv)
+    console = Console()
+    for what in arguments.what:
+        if what == "draw":
+            draw(arguments.out, arguments.figure, console)
+            continue
+        tasks = [perceptron(count) for count in arguments.layers] if what == "depths" else [automatic(TASKS[what])]
+        for task in tasks:
+            go(task, settings(task, arguments.precision, arguments.epochs), arguments, console)
+    return 0
+
+
+def perceptron(layers: int) -> Task:
+    """One on MNIST, at a given rate or at an automatic one, for as many epochs as the study has."""
+    return replace(
+        TASKS["mnist-deep"],
+        name=f"perceptron-{layers}",
+        model=partial(mlp, layers),
+        contenders={"nero": Contender("nero", best=0.01), "auto": _automatic(Contender("nero", best=0.01))},
+        epochs=EPOCHS,
+    )
+
+
+def automatic(task: Task) -> Task:
+    """A task of the paper's whose one contender is Nero at an automatic rate."""
+    return replace(task, contenders={"auto": _automatic(task.contenders[_nero(task)])})
+
+
+def settings(task: Task, precision: Precision, epochs: int | None) -> list[Settings]:
+    """The runs of a task: all rates and trusts of a perceptron, one of anything else."""
+    rates = {"nero": RATES, "auto": TRUSTS} if "nero" in task.contenders else {"auto": (TRUST,)}
+    return [task.settings(name, rate, 0, epochs, precision) for name, each in rates.items() for rate in each]
+
+
+def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console: Console) -> None:
+    """Train, side by side on a GPU, and go on where it was broken off."""
+    device = torch.device(arguments.device)
+    data = load(task.dataset, arguments.data).to(device)
+    if isinstance(data, Photos):
+        data = data.measured(task.batch)
+        runs = [replace(each, data=data.name if data.name != task.dataset else None) for each in runs]
+    try:
+        with Display(console, arguments.out, device) as watch:
+            train(task, runs, data, Store(arguments.out), watch, len(runs) if device.type == "cuda" else 1)
+    except KeyboardInterrupt:
+        raise SystemExit("stopped: the same command goes on from what was kept") from None
+
+
+def draw(records: Path, figure: Path, console: Console) -> None:
+    """The perceptrons' accuracy by rate, and where "auto" stands on each curve."""
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    found = {count: accuracies(read_records(records), count) for count in LAYERS}
+    found = {count: each for count, each in found.items() if each["nero"] and TRUST in each["auto"]}
+    table = Table(title=f'Perceptrons after {EPOCHS} epochs: "auto" (trust {TRUST:g}) beside the best of the grid')
+    for column in ("layers", "best rate", "train accuracy, %", "auto's rate", "train accuracy, %", "difference"):
+        table.add_column(column, justify="right")
+    picture, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    colours = plt.get_cmap("viridis")
+    for place, (count, each) in enumerate(found.items()):
+        colour = colours(place / max(1, len(found) - 1) * 0.9)
+        best = max(each["nero"], key=lambda rate: each["nero"][rate])
+        axes[0].plot(each["nero"].keys(), each["nero"].values(), "o-", color=colour, label=f"{count} layers")
+        axes[0].plot(TRUST / count, each["auto"][TRUST], "*", color=colour, markersize=16, markeredgecolor="black")
+        lost = [max(each["nero"].values()) - value for value in each["auto"].values()]
+        axes[1].plot(each["auto"].keys(), lost, "o-", color=colour, label=f"{count} layers")
+        row = (best, each["nero"][best], TRUST / count, each["auto"][TRUST], each["auto"][TRUST] - each["nero"][best])
+        table.add_row(str(count), f"{row[0]:g}", f"{row[1]:.2f}", f"{row[2]:.2g}", f"{row[3]:.2f}", f"{row[4]:+.2f}")
+    axes[0].set(xscale="log", xlabel="learning rate", title='Train accuracy, %; a star is "auto"')
+    axes[1].set(xscale="log", xlabel="trust: the rate times the depth", title="Points below the best rate of the grid")
+    axes[1].axvline(TRUST, color="grey", linestyle="--")
+    axes[1].axhline(1, color="grey", linestyle=":")
+    axes[1].set_ylim(-0.5, 10)
+    for each in axes:
+        each.legend(frameon=False)
+        each.grid(alpha=0.3)
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(figure, dpi=160)
+    plt.close(picture)
+    console.print(table)
+
+
+def accuracies(records: list[dict[str, Any]], layers: int) -> dict[str, dict[float, float]]:
+    """The last train accuracy of perceptrons of so many layers, in per cent, by contender and rate."""
+    own = [each for each in records if each["task"] == f"perceptron-{layers}" and each["epochs"] == EPOCHS]
+    return {
+        name: {
+            each["lr"]: 100 * (each["curve"]["train_accuracy"][-1] or math.nan)
+            for each in sorted(own, key=lambda record: record["lr"])
+            if each["optimiser"] == name
+        }
+        for name in ("nero", "auto")
+    }
+
+
+def _automatic(contender: Contender) -> Contender:
+    return replace(contender, best=TRUST, options={**contender.options, "depth": "auto"})
+
+
+def _nero(task: Task) -> str:
+    """What Nero is called there; the first, where it comes in several forms."""
+    names = [name for name, each in task.contenders.items() if each.optimiser == "nero"]
+    if not names:
+        raise SystemExit(f"{task.name} is not trained by Nero")
+    return "nero" if "nero" in names else names[-1]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,7 +3,10 @@
 import copy
 import math
 import pickle
+import re
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from torch import nn
 
 import nero
 from nero.depth import TRUST
+
+pytest.importorskip("typer")
+from nero.paper.tasks import TASKS
 
 
 def perceptron(layers=3, width=8):
@@ -246,3 +252,45 @@ def test_the_optimiser_can_be_let_go():
     nero.Nero(model, lr="auto")  # and nobody holds it
     model(X)
     assert not model._forward_hooks
+
+
+PAGE = Path(__file__).parents[1] / "docs/auto.md"
+#: What the page's networks run on.
+RUNS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
+    "perceptron of 100 layers": lambda: (TASKS["mnist-deep"].model(), (torch.randn(1, 1, 28, 28),)),
+    "VGG-11": lambda: (TASKS["cifar10-vgg11"].model(), (torch.randn(1, 3, 32, 32),)),
+    "ResNet-18": lambda: (TASKS["cifar10-resnet18"].model(), (torch.randn(2, 3, 32, 32),)),
+    "language model, 2 blocks without norms": lambda: (TASKS["wikitext2"].model(), (torch.arange(35)[None],)),
+    "translator, 6 + 6 blocks, norms behind": lambda: (
+        TASKS["translation"].model(),
+        (torch.arange(1, 17).view(1, 2, 8),),
+    ),
+    "Pong's actor and critic": lambda: (TASKS["pong"].model(), (torch.zeros(1, 4, 84, 84, dtype=torch.uint8),)),
+    "GAN, generator": lambda: (TASKS["cgan"].model().generator, (torch.randn(1, 80), torch.tensor([3]))),
+    "GAN, discriminator": lambda: (
+        TASKS["cgan"].model().discriminator,
+        (torch.randn(1, 3, 32, 32), torch.tensor([3])),
+    ),
+    "ResNet-50": lambda: (TASKS["imagenet"].model(), (torch.randn(1, 3, 64, 64),)),
+}
+
+
+def test_the_pages_depths_are_counted():
+    rows = re.findall(r"^\| (.+?) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
+    assert [row[0] for row in rows] == list(RUNS)
+    tuned = {"perceptron of 100 layers": "mnist-deep", "translator, 6 + 6 blocks, norms behind": "translation"}
+    for name, layers, depth, angle, best in rows:
+        with torch.device("meta"):  # the form is all that counts
+            model, inputs = RUNS[name]()
+        inputs = [each.to("meta") for each in inputs]
+        assert int(layers) == sum(role.kind == "neuron" for role in nero.roles_of(model).values()), name
+        counted = nero.depth_of(model, *inputs)
+        assert depth == f"{counted:.1f}", name
+        assert angle == f"{TRUST / counted:.2g}", name
+        assert float(best) == (TASKS[tuned[name]].contenders["nero"].best if name in tuned else 0.01), name
+
+
+def test_the_pages_code_runs(capsys):
+    code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL).groups()
+    exec(code, {})
+    assert capsys.readouterr().out == shown

@@ -1,8 +1,9 @@
 """How long the paper's tasks take here, alone and side by side, and what the authors' way of running one takes.
 
-Times whole epochs (their data, steps and evaluation) of every task, in float32 and on a GPU in TF32 too; on a GPU also
-all cells of mnist-deep's search at once, in float32; and steps of mnist-deep done as the paper's script does them: a
-loader on the host, tensor by tensor, nothing captured. Writes benchmarks/results/suite-cuda.json or suite-cpu.json.
+Times whole epochs (their data, steps and evaluation) of every task that learns from labels, and some seconds of steps
+of the GAN and of the game, in float32 and on a GPU in TF32 too; on a GPU also all cells of mnist-deep's search at once,
+in float32; and steps of mnist-deep done as the paper's script does them: a loader on the host, tensor by tensor,
+nothing captured. Writes benchmarks/results/suite-cuda.json or suite-cpu.json.
 """
 
 import argparse
@@ -26,8 +27,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import nero
-from nero.paper.data import Corpus, Dataset, Images, Pictures, load
+from nero.paper.data import Corpus, Dataset, Images, Pairs, Pictures, load
 from nero.paper.data.corpus import Rows
+from nero.paper.data.pairs import Sentences
 from nero.paper.loops.supervised import Supervised
 from nero.paper.protocol import Precision, Task
 from nero.paper.record import commit
@@ -35,7 +37,9 @@ from nero.paper.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 #: One task for each network; those on the same one take the same time.
-TIMED = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18", "wikitext2")
+TIMED = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18", "wikitext2", "translation")
+#: Those of another loop, which are timed by steps.
+STEPPED = ("cgan", "pong")
 SCRIPTED = "mnist-deep, the authors' way"
 
 
@@ -48,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON goes")
     parser.add_argument("--epochs", type=int, default=2, help="timed of each, after one to warm up (2)")
     parser.add_argument("--share", type=float, help="of the data; without: all of it on a GPU, 1/100 on a CPU")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of steps, of what is timed by steps (10)")
     arguments = parser.parse_args(argv)
     most = min(TASKS[name].epochs for name in TIMED) - 1
     if not 1 <= arguments.epochs <= most:
@@ -57,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
     precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
-    whole = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED)}
+    whole = {
+        name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED + STEPPED)
+    }
     for name in TIMED:
         task = TASKS[name]
         data = part(whole[task.dataset], share, task.batch).to(device)
@@ -75,6 +82,11 @@ def main(argv: list[str] | None = None) -> int:
                 cells = [(optimiser, rate) for optimiser in task.contenders for rate in task.grid]
                 rows.append(time_cells(task, cells, data, precision, arguments.epochs, times))
                 console.print(f"{name}, all {len(cells)} cells: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
+    for name in STEPPED:
+        for precision in precisions:
+            data = whole[TASKS[name].dataset].to(device)
+            rows.append(time_steps(TASKS[name], data, precision, arguments.seconds))
+            console.print(f"{name}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
     console.print(table(rows))
     record = {
         "date": date.today().isoformat(),
@@ -120,6 +132,30 @@ def time_cells(
         "milliseconds_a_step": round(1e3 * timed / trainings[0].steps_an_epoch, 3),
         "seconds_to_begin": round(times[0] - timed, 2),
         "seconds_in_full": round(larger * timed * task.epochs + times[0] - timed, 1),
+    }
+
+
+def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> Row:
+    """What a run of another loop takes by its steps, so many seconds of them; looks at images do not count."""
+    assert task.loop is not None
+    start = time.perf_counter()
+    first = next(iter(task.contenders))
+    training = task.loop(task, task.settings(first, precision=precision), data, None)
+    clock = Clock(data.device)
+    clock.burst(training.advance, 16)
+    begun, done, before = time.perf_counter() - start, training.steps_done, time.perf_counter()
+    while (taken := time.perf_counter() - before) < seconds:
+        clock.burst(training.advance, 16)
+    step = taken / (training.steps_done - done)
+    return {
+        "task": task.name,
+        "optimiser": first,
+        "precision": precision,
+        "side_by_side": 1,
+        "seconds_an_epoch": round(step * training.steps_an_epoch, 4),
+        "milliseconds_a_step": round(1e3 * step, 3),
+        "seconds_to_begin": round(begun, 2),
+        "seconds_in_full": round(step * training.steps_an_epoch * task.epochs + begun, 1),
     }
 
 
@@ -208,7 +244,10 @@ def images(data: Dataset) -> Images:
 
 def part(data: Dataset, share: float, batch: int) -> Dataset:
     """The first examples of a data set, at least a few batches."""
-    assert isinstance(data, Pictures | Corpus)
+    assert isinstance(data, Pictures | Corpus | Pairs)
+    if isinstance(data, Pairs):
+        some, held, last = (few(pairs, share, batch) for pairs in (data.train, data.valid, data.test))
+        return replace(data, train=some, valid=held, test=last)
     if isinstance(data, Corpus):
         train, valid, test = (text_of(rows, share, batch) for rows in (data.train, data.valid, data.test))
         return replace(data, train=train, valid=valid, test=test)
@@ -218,6 +257,12 @@ def part(data: Dataset, share: float, batch: int) -> Dataset:
         return Images(images.pixels[:count], images.labels[:count])
 
     return replace(data, train=first(data.train, 2 * batch), test=first(data.test, 1))
+
+
+def few(pairs: Sentences, share: float, batch: int) -> Sentences:
+    """The first pairs of sentences, two batches at least."""
+    count = max(2 * batch, round(share * len(pairs.lengths)))
+    return Sentences(pairs.words[:count], pairs.labels[:count], pairs.lengths[:count])
 
 
 def text_of(rows: Rows, share: float, batch: int) -> Rows:

@@ -166,11 +166,20 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
     from functools import partial
 
     from test_paper import made
+    from test_paper_cgan import tiny_judges
 
+    from nero.paper.data import load
+    from nero.paper.loops.adversarial import Adversarial
+    from nero.paper.models.actor_critic import ActorCritic
+    from nero.paper.models.biggan import Pair
     from nero.paper.models.mlp import mlp
-    from nero.paper.models.transformer import language_model
+    from nero.paper.models.transformer import Translator, language_model
     from nero.paper.models.vgg import vgg11
 
+    pair, judged = partial(Pair, base=1), partial(Adversarial, judges=tiny_judges)
+    monkeypatch.setitem(suite.TASKS, "cgan", replace(suite.TASKS["cgan"], model=pair, loop=judged, batch=8))
+    small = replace(suite.TASKS["pong"], model=partial(ActorCritic, width=1 / 32))
+    monkeypatch.setitem(suite.TASKS, "pong", small)
     for name, task in list(suite.TASKS.items()):
         if task.loop is not None:
             continue
@@ -178,21 +187,26 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
             "mnist": partial(mlp, 2),
             "cifar10": partial(vgg11, width=1 / 32),
             "wikitext2": partial(language_model, 7, width=8, hidden=8),
+            "multi30k": partial(Translator, 14, width=16, hidden=16, layers=1),
         }
         model = models.get(task.dataset, task.model)
         contenders = {key: replace(each, model=None) for key, each in task.contenders.items()}
         monkeypatch.setitem(suite.TASKS, name, replace(task, model=model, contenders=contenders, batch=8))
-    monkeypatch.setattr(suite, "load", lambda name, _: made(name, examples=160))
+    monkeypatch.setattr(suite, "load", lambda name, _: load(name) if name == "pong" else made(name, examples=160))
     monkeypatch.setattr(suite, "Perceptron", lambda _: end_to_end.Perceptron(2))
     monkeypatch.setattr(suite, "host_batches", partial(suite.host_batches, batch=8))
 
 
 @pytest.mark.usefixtures("small_suite")
 def test_the_suites_times_are_recorded(tmp_path: Path):
-    assert suite.main(["--device", "cpu", "--out", str(tmp_path), "--share", "0.1"]) == 0
+    assert suite.main(["--device", "cpu", "--out", str(tmp_path), "--share", "0.1", "--seconds", "0.1"]) == 0
     found = json.loads((tmp_path / "suite-cpu.json").read_text())
     rows = {row["task"]: row for row in found["rows"]}
-    assert list(rows) == ["mnist-deep", suite.SCRIPTED, *suite.TIMED[1:]]
+    assert list(rows) == ["mnist-deep", suite.SCRIPTED, *suite.TIMED[1:], *suite.STEPPED]
+    for name, steps in (("cgan", 20), ("pong", 80 * 144)):
+        row = rows.pop(name)
+        assert row["seconds_an_epoch"] == pytest.approx(steps * row["milliseconds_a_step"] / 1e3, rel=0.02)
+        assert row["seconds_in_full"] >= 0.9 * suite.TASKS[name].epochs * row["seconds_an_epoch"]
     script = rows.pop(suite.SCRIPTED)
     ours = rows["mnist-deep"]["milliseconds_a_step"]
     assert script["times_ours"] == pytest.approx(script["milliseconds_a_step"] / ours, rel=0.02, abs=0.01)

@@ -308,7 +308,7 @@ def test_a_step_is_one_of_the_discriminator_and_one_of_the_generator_by_the_hing
     descend(making, generator)
     for ours, theirs in zip(training.pair.state_dict().values(), pair.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert training.totals.tolist() == pytest.approx([making.item(), telling.item()])
+    assert training.totals.tolist() == pytest.approx([4 * making.item(), 4 * telling.item()])
 
 
 @pytest.mark.parametrize(

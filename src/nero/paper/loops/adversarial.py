@@ -76,7 +76,7 @@ class Adversarial(Training):
 
     def so_far(self) -> dict[str, float]:
         with self._on_stream():
-            losses = (self.totals / max(1, self.step)).tolist()
+            losses = (self.totals / max(1, min(self.step * self.task.batch, self.data.examples))).tolist()
         return dict(zip(("generator_loss", "discriminator_loss"), losses, strict=True))
 
     def verdict(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Adversarial(Training):
             making.backward(inputs=list(generator.parameters()))  # the discriminator's are not asked for
             self.optimisers["generator"].step()
         with torch.no_grad():
-            self.totals += torch.stack([making, telling])
+            self.totals += len(images) * torch.stack([making, telling])
 
     def _chance(self, count: int) -> Tensor:
         """What as many images are made of."""
@@ -166,7 +166,7 @@ class Adversarial(Training):
 
     def _end_epoch(self) -> None:
         self._batches = ()
-        losses = (self.totals / self.steps_an_epoch).tolist()
+        losses = (self.totals / self.data.examples).tolist()
         self.epoch, self.step = self.epoch + 1, 0
         look = self.epoch % EVERY == 0 or self.finished
         numbers = [*losses, *(self._look() if look else [math.nan] * len(self._distances()))]

@@ -200,9 +200,8 @@ class Agent(Training):
     def _take(self, frames: Tensor, outcome: Tensor) -> None:
         """Bring what the games showed to the device, where the last post has arrived: a choice was made by it."""
         if self._stream is not None:
-            self._posts["frames"].numpy()[...] = (
-                frames.numpy()
-            )  # by torch many threads would, and then spin beside the games
+            # not by torch, whose threads would all take part and then spin beside the games
+            self._posts["frames"].numpy()[...] = frames.numpy()
             frames, outcome = self._posts["frames"], self._posts["outcome"].copy_(outcome)
         self._frames.copy_(frames, non_blocking=True)
         self._outcome.copy_(outcome, non_blocking=True)

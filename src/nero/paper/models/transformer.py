@@ -1,4 +1,4 @@
-"""Transformers without layer norm, for words in the order of a text."""
+"""Transformers: one that continues a text, without layer norm, and one that translates sentences."""
 
 import math
 from typing import Any
@@ -215,7 +215,8 @@ class Translator(nn.Module):
 
         Args:
             pairs: (N, 2, L) words that are read and written, filled up with blanks.
-            places: (2, T): which of them matter, of either side as one line; without, all do. See :class:`Layout`.
+            places: (2, T): which of them matter, of either side as one line; without, all do. See :class:`Layout`: of
+                what is told of a blank, no loss may be made.
 
         Returns:
             (T, words) logits, or (N, L, words) of all.
@@ -244,6 +245,11 @@ class Translator(nn.Module):
         return nn.functional.linear(words, self.embedding.words.weight)
 
     def _laid(self, words: Tensor, places: Tensor | None) -> tuple[Tensor, Layout]:
+        if words.shape[1] > (longest := len(self.embedding.waves)):
+            raise ValueError(
+                f"rows of {words.shape[1]} words, with the ends of a sentence and what fills it up, where {longest} are "
+                "the most: leave out the longest sentences, or make the translator with a larger longest"
+            )
         if places is None:
             places = torch.arange(words.numel(), device=words.device)
         line = self.embedding(words.flatten()[places], places % words.shape[1])

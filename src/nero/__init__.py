@@ -10,15 +10,16 @@ Example:
     True
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
-from nero.depth import depth_of
 from nero.describe import Description, describe
 from nero.optimiser import Nero
 from nero.roles import Role, param_groups, roles_of
 
 if TYPE_CHECKING:
+    from nero.depth import depth_of
     from nero.watching import Watch, watch
 
 __version__ = "0.1.0"
@@ -45,8 +46,12 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """What training does not need is imported when it is first asked for."""
-        if name not in ("Watch", "watch"):
+        if name == "theory":
+            return import_module("nero.theory")
+        home = {"Watch": "nero.watching", "watch": "nero.watching", "depth_of": "nero.depth"}.get(name)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from nero import watching
+        return getattr(import_module(home), name)
 
-        return getattr(watching, name)
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, "theory"})

@@ -7,7 +7,8 @@ is counted along the network's own operations, as it runs on some input.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,30 +20,29 @@ from nero.roles import roles_of
 TRUST = 0.04
 #: Operations that add what two branches say.
 _SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
-#: What operations are called that bring the variance to one.
-_NORMS = ("batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm")
 
 
 class _Signal(NamedTuple):
-    """What is known of a tensor: by how many layers a change of all of them has grown in it, and its variance."""
+    """Of a tensor: by how many layers a change of all has grown in it, and whether it hangs on weights at all."""
 
     depth: float
-    variance: float
+    trained: bool
 
 
 class _Weights(NamedTuple):
-    """A tensor that is made of parameters and buffers alone."""
+    """A tensor that is made of parameters and buffers alone, of neurons among them or not."""
 
     neurons: bool
 
 
 def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
-    """The depth of a network, as a step that turns all of its neurons sees it.
+    """The depth of a network, as a step that turns all of its trained neurons sees it.
 
-    It is counted while the model runs on the inputs, once and in evaluation mode. Layers in a row
-    count one each; of branches, the deepest counts. Where branches are added, as around a residual block, each
-    counts by its share of the variance: of depths a and b and variances u and v the sum has the depth
-    √((u a² + v b²) / (u + v)) and the variance u + v. A norm layer makes the variance one.
+    It is counted while the model runs on the inputs, once and in the mode that it is in; its buffers and torch's random
+    numbers are put back. Layers in a row count one each; of branches, the deepest counts. Where branches are added, as
+    around a residual block, each counts by its share: of depths a and b and mean squares u and v, the sum has the
+    depth √((u a² + v b²) / (u + v)). The shares are those of the weights that are there: make the optimiser first, or
+    call :func:`nero.balance_`.
 
     Args:
         model: whose layers to count.
@@ -50,118 +50,174 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
         **named: the same, by name.
 
     Raises:
-        ValueError: if no layer is found on the way from the inputs to what the model gives.
+        TypeError: if it is no module.
+        ValueError: if no trained layer is found on the way from the inputs to what the model gives, or if the way
+            cannot be followed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> depth_of(model, torch.randn(2, 8))
         3.0
     """
-    training = {module: module.training for module in model.modules()}
-    tracer = tracer_of(model)
-    try:
-        model.eval()
-        with torch.enable_grad(), tracer:  # without gradients torch may run several layers as one operation
-            found = model(*inputs, **named)
-    finally:
-        for module, mode in training.items():
-            module.training = mode
-    depth: float = tracer.depth(found)
+    return count(model, inputs, named, None)
+
+
+def count(model: nn.Module, inputs: Any, named: Any, trained: Container[int] | None) -> float:
+    """As :func:`depth_of`, of parameters with these numbers alone (``id``), if there are any given."""
+    roles = roles_of(model)
+    neurons = {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if roles[name].kind == "neuron" and parameter.requires_grad and (trained is None or id(parameter) in trained)
+    }
+    with _as_it_was(model):
+        # a network may run on a buffer of its own instead of an input; the other way to see one is as a part of weights
+        depth = _traced(model, inputs, named, neurons, buffers=False) or _traced(
+            model, inputs, named, neurons, buffers=True
+        )
+    if not depth:
+        raise ValueError(
+            "no trained layer was found between the model's inputs and what it gives, so its depth is not known: "
+            "give a learning rate as a number, or depth=... as you count it"
+        )
     return depth
 
 
-def tracer_of(model: nn.Module) -> Any:
-    """A mode that follows what the model does while it is on, and then tells how deep an output is."""
+def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], buffers: bool) -> float:
     # imported when first asked for: training at a given rate does not need it
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    roles = roles_of(model)
+    known: dict[int, tuple[Any, _Signal | _Weights]] = {}
+    deepest = 0.0
+
+    def learn(tensor: Tensor, what: _Signal | _Weights) -> None:
+        nonlocal deepest
+        # weakly, lest all that the model makes be held; and with it the tensor, lest another get its number
+        known[id(tensor)] = weakref.ref(tensor), what
+        deepest = max(deepest, what.depth if isinstance(what, _Signal) else 0.0)
+
+    def recall(tensor: Tensor) -> _Signal | _Weights:
+        place, what = known.get(id(tensor), (None, None))
+        if what is None or place is None or place() is not tensor:
+            what = _Signal(0.0, trained=False)
+        if tensor.requires_grad and isinstance(what, _Signal) and not what.trained:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} comes from where torch's operations cannot be followed (a "
+                "compiled or sharded model, a kernel of somebody's own), so the depth of the model is not known: give "
+                "a learning rate as a number, or depth=... as you count it"
+            )
+        return what
 
     class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __init__(self) -> None:
-            super().__init__()  # type: ignore[no-untyped-call]
-            # tensors are held, lest another get the number of one that is gone
-            self.known: dict[int, tuple[Tensor, _Signal | _Weights]] = {
-                id(own): (own, _Weights(name in roles and roles[name].kind == "neuron"))
-                for name, own in (*model.named_buffers(), *model.named_parameters())
-            }
-
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            # before it is done: it may be done in place
+            what = _after(func.overloadpacket.__name__, given, [recall(each) for each in given], kwargs or {})
             found = func(*args, **(kwargs or {}))
-            given = [self._of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            if given:
-                what = _after(func.overloadpacket.__name__, given)
-                for each in tree_leaves(found):
-                    if isinstance(each, Tensor):
-                        self.known[id(each)] = each, what
+            for each in tree_leaves(found):
+                if isinstance(each, Tensor):
+                    learn(each, what)
+                    if any(each is other for other in given) and each._base is not None:  # written into a part of it
+                        learn(each._base, what)
             return found
 
-        def depth(self, found: Any) -> float:
-            """The largest of all that the model gave."""
-            signals = [self._of(each) for each in tree_leaves(found) if isinstance(each, Tensor)]
-            depth = max((each.depth for each in signals if isinstance(each, _Signal)), default=0.0)
-            if not depth:
-                raise ValueError(
-                    "no layer was found between the model's inputs and what it gives, so its depth is not known: "
-                    "give a learning rate as a number, or depth=... as you count it"
-                )
-            return depth
-
-        def _of(self, tensor: Tensor) -> _Signal | _Weights:
-            return self.known[id(tensor)][1] if id(tensor) in self.known else _Signal(0.0, 1.0)
-
-    return Tracer()
+    for own in model.buffers():
+        learn(own, _Signal(0.0, trained=False) if buffers else _Weights(neurons=False))
+    for parameter in model.parameters():
+        learn(parameter, _Weights(id(parameter) in neurons))
+    for each in tree_leaves((inputs, named)):
+        if isinstance(each, Tensor):
+            learn(each, _Signal(0.0, each.requires_grad))
+    with torch.enable_grad(), Tracer():  # type: ignore[no-untyped-call]
+        found = model(*inputs, **named)
+    given = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
+    signals = [what for what in map(recall, given) if isinstance(what, _Signal)]
+    return max((each.depth for each in signals), default=deepest)  # what cannot be opened has no deepest of its own
 
 
-def _after(name: str, given: Sequence[_Signal | _Weights]) -> _Signal | _Weights:
+def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], options: Any) -> _Signal | _Weights:
     """What an operation makes of what it is given."""
-    signals = [each for each in given if isinstance(each, _Signal)]
-    neurons = any(isinstance(each, _Weights) and each.neurons for each in given)
+    signals = [each for each in seen if isinstance(each, _Signal)]
+    neurons = any(isinstance(each, _Weights) and each.neurons for each in seen)
     if not signals:
         return _Weights(neurons)
-    if name in _SUMS:
-        branches = [*signals, *([_Signal(1.0, 1.0)] if neurons else [])]  # a table of places, say
-        variance = sum(each.variance for each in branches)
-        return _Signal(math.sqrt(sum(each.variance * each.depth**2 for each in branches) / variance), variance)
+    trained = len(signals) < len(seen) or any(each.trained for each in signals)
     depth = max(each.depth for each in signals) + neurons
-    variance = 1.0 if any(norm in name for norm in _NORMS) else max(each.variance for each in signals)
-    return _Signal(depth, variance)
+    if name not in _SUMS or len(given) < 2:
+        return _Signal(depth, trained)
+    depths = [each.depth if isinstance(each, _Signal) else float(each.neurons) for each in seen]
+    squares = [0.0, 0.0] if depths[0] == depths[1] else [_square(each) for each in given]
+    squares[1] *= float(options.get("alpha", 1)) ** 2
+    if not (total := sum(squares)) or not math.isfinite(total):
+        return _Signal(max(depths), trained)
+    shared = sum(square * each**2 for square, each in zip(squares, depths, strict=True)) / total
+    return _Signal(math.sqrt(shared), trained)
+
+
+def _square(tensor: Tensor) -> float:
+    """The mean square."""
+    with torch.no_grad():
+        return tensor.detach().double().square().mean().item() if tensor.numel() else 0.0
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put back what a run changes: buffers and random numbers. And have every layer run as it stands."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
+    devices = {each.device for each in (*model.parameters(), *model.buffers()) if each.is_cuda}
+    try:
+        # several layers as one operation cannot be told apart, nor what was cast before
+        torch.backends.mha.set_fastpath_enabled(False)
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.set_autocast_cache_enabled(cached)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 class Once:
-    """Counts a model's depth when it first runs, tells somebody, and is gone.
+    """Counts a model's depth just before it first runs with gradients, tells somebody, and is gone.
 
     Args:
         model: to count the layers of.
-        tell: a method, which is not held.
+        tell: a method, which is not held; it is given the depth, or why it is not known, and what was counted.
+        trained: what to count: the numbers (``id``) of parameters.
     """
 
-    def __init__(self, model: nn.Module, tell: Callable[[float], None]) -> None:
+    def __init__(
+        self, model: nn.Module, tell: Callable[[float | str, Container[int]], None], trained: Container[int]
+    ) -> None:
         self._tell: Any = weakref.WeakMethod(tell)
-        self._tracer: Any = None
-        self._hooks: list[Any] = [
-            model.register_forward_pre_hook(self._begin),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._trained, self._busy = trained, False
+        model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_tell": None, "_tracer": None, "_hooks": []}  # a copy of the model counts nothing
+        return {"_tell": None, "_trained": (), "_busy": False}  # a copy of the model counts nothing
 
-    def _begin(self, model: nn.Module, _: Any) -> None:
-        if self._tracer is None and self._tell is not None and not torch.compiler.is_compiling():
-            self._tracer = tracer_of(model)
-            self._tracer.__enter__()
-
-    def _end(self, _: nn.Module, __: Any, found: Any) -> None:
-        if self._tracer is None or torch.compiler.is_compiling():
+    def __call__(self, model: nn.Module, inputs: Any, named: Any) -> None:
+        """Count; or, if nobody wants to know any more, be gone."""
+        if self._busy or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        tracer, self._tracer = self._tracer, None
-        tracer.__exit__(None, None, None)
-        if found is None:  # it has failed, and says so itself
-            return
-        for hook in self._hooks:
-            hook.remove()
-        tell = self._tell()
+        tell = self._tell() if self._tell is not None else None
         if tell is not None:
-            tell(tracer.depth(found))
+            self._busy = True
+            try:
+                found: float | str = count(model, inputs, named, self._trained)
+            except Exception as error:  # the model's own run says it, or the next step does
+                found = f"{type(error).__name__}: {error}"
+            finally:
+                self._busy = False
+            tell(found, self._trained)
+            if isinstance(found, str):
+                return  # it may go better next time
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if hook is self:
+                del model._forward_pre_hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)

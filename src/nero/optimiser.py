@@ -1,7 +1,7 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Literal, NamedTuple, TypeAlias, overload
@@ -14,7 +14,6 @@ from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
 from nero.checks import check_backend, check_lr, check_options, check_parameter
-from nero.depth import TRUST, Once
 from nero.roles import Role, param_groups, role_from_shape
 from nero.rounding import Rounding
 
@@ -68,7 +67,7 @@ class Nero(torch.optim.Optimizer):
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
             of one element (then ``torch.compile`` does not recompile when it changes). ``"auto"`` is short for
-            ``lr=0.04, depth="auto"``: an angle that is right for the depth of the module.
+            ``lr=0.04, depth="auto"``: an angle that is smaller the deeper the module is.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
@@ -84,9 +83,9 @@ class Nero(torch.optim.Optimizer):
         rounding: how half-precision parameters are rounded: to ``"nearest"``, or ``"stochastic"``, up or down by
             chance, so that steps too small for the dtype are made now and then instead of never
             (reproducible from ``torch.manual_seed``).
-        depth: what the angle is divided by, so that ``lr`` is what a step changes the whole network by; 1 leaves it an
-            angle. With ``"auto"`` it is counted (:func:`nero.depth_of`) when the module first runs, which has to be
-            before the first step.
+        depth: what the angle is divided by, so that ``lr`` is what a step changes the whole network by; 1, which is the
+            default, leaves it an angle. With ``"auto"`` it is counted (:func:`nero.depth_of`) when the module first
+            runs with gradients, which it then does twice, and which has to be before the first step.
         backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU; it needs the extra ``cpu``),
             ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that serves.
 
@@ -120,11 +119,15 @@ class Nero(torch.optim.Optimizer):
         maximize: bool = False,
         on_nonfinite: OnNonfinite = "skip",
         rounding: Rounding = "nearest",
-        depth: float | Literal["auto"] = 1.0,
+        depth: float | Literal["auto"] | None = None,
         backend: Backend = "auto",
     ) -> None:
-        if isinstance(lr, str) and lr == "auto":
-            lr, depth = TRUST, "auto"
+        by_itself = isinstance(lr, str) and lr == "auto"
+        depth = ("auto" if by_itself else 1.0) if depth is None else depth
+        if by_itself:
+            from nero.depth import TRUST  # which most training does not need
+
+            lr = TRUST
         if depth == "auto" and not isinstance(params, nn.Module):
             raise ValueError(
                 "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
@@ -147,6 +150,7 @@ class Nero(torch.optim.Optimizer):
             "fan_in_groups": 1,
         }
         check_options(defaults)
+        self._unknown = ""  # why the depth is, if it was tried
         self._roles: dict[Tensor, Role] = {}
         self._waiting: list[dict[str, Any]] | None = []
         self._forget()
@@ -162,21 +166,40 @@ class Nero(torch.optim.Optimizer):
             )
 
     def count_depth(self, model: nn.Module) -> None:
-        """Divide the angle by a depth that is counted when the model next runs, in all groups.
+        """Divide the angle by a depth that is counted when the model next runs with gradients.
 
         That is what ``depth="auto"`` does; groups that were made by hand need to be told of the model.
 
         Args:
-            model: of whose parameters the groups are.
-        """
-        for options in (self.defaults, *self.param_groups):
-            options["depth"] = "auto"
-        Once(model, self._take_depth)
+            model: a module, whose run is counted; the groups that have parameters of it are changed.
 
-    def _take_depth(self, depth: float) -> None:
-        for options in (self.defaults, *self.param_groups):
-            if options["depth"] == "auto":
-                options["depth"] = depth
+        Raises:
+            TypeError: if it is no module.
+            ValueError: if no group has a parameter of it.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+        own = {id(parameter) for parameter in model.parameters()}
+        groups = [group for group in self.param_groups if any(id(each) in own for each in group["params"])]
+        if not groups:
+            raise ValueError("no parameter of this model is in the optimiser: give the model that it trains")
+        from nero.depth import Once
+
+        for group in groups:
+            group["depth"] = "auto"
+        Once(model, self._take_depth, own & {id(each) for group in groups for each in group["params"]})
+        self._unknown = ""
+
+    def _take_depth(self, depth: float | str, counted: Container[int]) -> None:
+        """Take in what was counted of some parameters, or why it was not."""
+        if isinstance(depth, str):
+            self._unknown = f" ({depth})"
+            return
+        for group in self.param_groups:
+            if group["depth"] == "auto" and any(id(each) in counted for each in group["params"]):
+                group["depth"] = depth
+        if self.defaults["depth"] == "auto":  # for those that will be added
+            self.defaults["depth"] = depth
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are balanced at once and count their own steps from here.
@@ -240,8 +263,9 @@ class Nero(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["depth"] == "auto":
                 raise RuntimeError(
-                    "the depth of the model is not known yet: run it forward once, not compiled and as a whole, before "
-                    "the first step; or give it, as in nero.Nero(model, lr=0.04, depth=nero.depth_of(model, inputs))"
+                    f"the depth of the model is not known yet{self._unknown}: run it as a whole before the first step, "
+                    "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded; or "
+                    "give the depth, as in nero.Nero(model, lr=0.04, depth=nero.depth_of(model, inputs))"
                 )
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
@@ -270,6 +294,7 @@ class Nero(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._unknown = ""
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
         self._forget()
@@ -289,7 +314,11 @@ class Nero(torch.optim.Optimizer):
         def withhold(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             loaded.update(self._checked_state(incoming))
             groups = [
-                {"depth": 1.0, **saved, "backend": own["backend"]}
+                {
+                    **saved,
+                    "backend": own["backend"],
+                    "depth": own["depth"] if saved.get("depth") == "auto" else saved.get("depth", 1.0),
+                }
                 for saved, own in zip(incoming["param_groups"], self.param_groups, strict=True)
             ]
             return {**incoming, "state": {}, "param_groups": groups}
@@ -347,7 +376,8 @@ class Nero(torch.optim.Optimizer):
             self._plan()
             found = [sweep.look() for sweep in self._sweeps]
         rates = [
-            Rate(group["lr"], (-1.0 if group["maximize"] else 1.0) / group["depth"]) for group in self.param_groups
+            Rate(group["lr"], (-1.0 if group["maximize"] else 1.0) / float(group["depth"]))
+            for group in self.param_groups
         ]
         for sweep, addresses in zip(self._sweeps, found, strict=True):
             assert addresses is not None
@@ -520,7 +550,7 @@ class Nero(torch.optim.Optimizer):
 
 def _settings(group: dict[str, Any]) -> Settings:
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else float(group["lr"])
-    lr = lr if group["depth"] == 1 else lr / group["depth"]
+    lr = lr if group["depth"] == 1 else lr / float(group["depth"])
     return Settings(
         -lr if group["maximize"] else lr,
         group["beta"],

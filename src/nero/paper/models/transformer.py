@@ -247,8 +247,8 @@ class Translator(nn.Module):
     def _laid(self, words: Tensor, places: Tensor | None) -> tuple[Tensor, Layout]:
         if words.shape[1] > (longest := len(self.embedding.waves)):
             raise ValueError(
-                f"rows of {words.shape[1]} words, with the ends of a sentence and what fills it up, where {longest} are "
-                "the most: leave out the longest sentences, or make the translator with a larger longest"
+                f"rows of {words.shape[1]} words, with the ends of a sentence and what fills it up, where {longest} are"
+                " the most: leave out the longest sentences, or make the translator with a larger longest"
             )
         if places is None:
             places = torch.arange(words.numel(), device=words.device)

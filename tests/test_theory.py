@@ -218,8 +218,9 @@ def test_solutions_have_room():
     ).exact.log_measure == pytest.approx(0, abs=1e-12)
     with pytest.raises(ValueError, match=r"do not fit side by side.*at most"):
         theory.generalisation_bound([(1, 5)], math.pi / 2, 100, log_solutions=1.0)
-    with pytest.raises(ValueError, match="log_solutions is not a number"):
-        theory.generalisation_bound([(1, 5)], 1.0, 100, log_solutions=math.nan)
+    for solutions in (math.nan, math.inf, "x", None, True):
+        with pytest.raises(ValueError, match=f"log_solutions must be a number.*but it is {solutions!r}"):
+            theory.generalisation_bound([(1, 5)], 1.0, 100, log_solutions=solutions)
 
 
 @pytest.mark.parametrize("samples", [1, 0, -5, 10.0, True])
@@ -234,13 +235,13 @@ def test_the_bound_wants_a_delta(delta):
         theory.pac_bayes_bound(-1.0, 10, delta)
 
 
-@pytest.mark.parametrize("log_measure", [0.1, math.nan, math.inf])
+@pytest.mark.parametrize("log_measure", [0.1, math.nan, math.inf, "x", None, False])
 def test_the_bound_wants_a_probability(log_measure):
     with pytest.raises(ValueError, match="logarithm of a probability"):
         theory.pac_bayes_bound(log_measure, 10)
 
 
-@pytest.mark.parametrize("layers", [[], [(0, 5)], [(3, 1)], (3, 5), [(3, 5.0)], [(1, 2, 3)]])
+@pytest.mark.parametrize("layers", [[], [(0, 5)], [(3, 1)], (3, 5), [(3, 5.0)], [(1, 2, 3)], 3, None])
 def test_the_bound_wants_layers(layers):
     with pytest.raises(ValueError, match=r"a list of \(neurons, fan_in\)"):
         theory.generalisation_bound(layers, 1.0, 10)
@@ -938,6 +939,7 @@ def test_perturbations_must_fit(perturbation, error, message):
         (lambda model: model(torch.ones(0, 3)).mean(), "the loss is nan.*is the batch empty"),
         (lambda _: torch.ones((), requires_grad=True), "does not depend on the model's parameters"),
         (lambda _: torch.ones(()), "does not depend on the model's parameters"),
+        (lambda model: (0 * model.weight).sqrt().sum(), "gradient of 'weight' holds values that are infinite or not"),
     ],
 )
 def test_losses_must_be_losses(loss, message):
@@ -993,6 +995,20 @@ def test_more_classes_than_neurons():
 def test_classifiers_give_a_row_an_example():
     with pytest.raises(TypeError, match="one row of outputs an example"):
         theory.robustness(nero.balance_(nn.Conv1d(2, 3, 2)), (torch.randn(4, 2, 5), torch.zeros(4).long()))
+
+
+def test_a_step_to_where_there_is_no_gradient_is_refused():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    step = {"weight": -model.weight.detach().clone()}
+    with pytest.raises(ValueError, match="gradient of 'weight' holds values that are infinite or not a number"):
+        theory.is_stable_step(model, lambda model: (model.weight * model.weight).sqrt().sum(), step)
+    assert torch.equal(model.weight, torch.ones(1, 2)), "and the model is as it was"
+
+
+def test_a_number_is_no_loss():
+    with pytest.raises(TypeError, match=r"the loss must be a function of the model.*but it is 3"):
+        theory.relative_change(nn.Linear(3, 2), 3, {"weight": torch.ones(2, 3)})
 
 
 @pytest.mark.parametrize(

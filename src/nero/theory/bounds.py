@@ -112,7 +112,7 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
         )
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, like 0.05, but it is {delta!r}")
-    if math.isnan(log_measure) or log_measure > 0:
+    if isinstance(log_measure, bool) or not isinstance(log_measure, int | float) or not log_measure <= 0:
         raise ValueError(f"log_measure is the logarithm of a probability, zero or less, but it is {log_measure!r}")
     return PacBayesBound((math.log(2 * samples / delta) - log_measure) / (samples - 1), log_measure, samples, delta)
 
@@ -167,14 +167,14 @@ def generalisation_bound(
             raise ValueError("the network is not balanced, and the bound is of balanced ones: nero.balance_(model)")
         given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"]
     else:
-        layers, given = list(network), []
+        layers, given = list(network) if isinstance(network, Iterable) else [], []
         if not layers or not all(_is_layer(layer) for layer in layers):
             raise ValueError(
                 "a network is a model, or a list of (neurons, fan_in), with 1 or more neurons of 2 or more entries, "
-                f"not {layers}"
+                f"not {network!r}"
             )
-    if math.isnan(log_solutions):
-        raise ValueError("log_solutions is not a number; give 0.0 for one solution")
+    if isinstance(log_solutions, bool) or not isinstance(log_solutions, int | float) or not log_solutions < math.inf:
+        raise ValueError(f"log_solutions must be a number, 0.0 for one solution, but it is {log_solutions!r}")
     # a neuron of two entries is held to its norm alone, and so lives on a circle
     caps = [(count, cap_measure(max(fan_in - 2, 1), alpha)) for count, fan_in in layers]
     exact = log_solutions + math.fsum(count * cap.log_measure for count, cap in caps)

@@ -119,7 +119,7 @@ def relative_change(
 
     Raises:
         TypeError, ValueError: a model without neurons, a perturbation that does not fit, a loss that
-            is not one finite number.
+            is not one finite number or has gradients that are not finite.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -131,6 +131,8 @@ def relative_change(
     """
     layers = layers_of(model, kinds)
     check_perturbation(model, perturbation)
+    if not callable(loss):
+        raise TypeError(f"the loss must be a function of the model, like lambda model: ..., but it is {loss!r}")
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points must be a whole number of 1 or more, but it is {points!r}")
     parameters = dict(model.named_parameters())
@@ -247,6 +249,12 @@ def _gradients(model: nn.Module, loss: Loss, layers: list[Layer]) -> list[Tensor
         found = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
     if not any(gradient is not None for gradient in found):
         raise ValueError("the loss does not depend on the model's parameters")
+    for layer, gradient in zip(layers, found, strict=True):
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            raise ValueError(
+                f"the gradient of {layer.name!r} holds values that are infinite or not a number: "
+                "the loss is not smooth there, or overflows"
+            )
     return [
         torch.zeros_like(parameter) if gradient is None else gradient
         for parameter, gradient in zip(parameters, found, strict=True)

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import re
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -802,6 +803,79 @@ def test_no_rotation_breaks_a_proof(seed: int):
     assert found.upper <= found.lower * 1.03 or seed % 4, "of one layer, the proof is exact"
 
 
+@pytest.mark.parametrize("fix_mean", [False, True])
+@pytest.mark.parametrize(("shape", "width"), [((2, 1, 3), 3), ((6, 3, 8), 5), ((4, 2, 3, 4), 3)], ids=str)
+def test_neurons_act_on_the_last_axis(shape: tuple[int, ...], width: int, fix_mean: bool):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(shape[-1], width, bias=False), nn.Flatten()).double()
+    nero.balance_(model, fix_mean=fix_mean)
+    inputs = torch.randn(shape, dtype=torch.float64)
+    data = inputs, model(inputs).argmax(1)
+    found = theory.robustness(model, data, rotations=20, fix_mean=fix_mean, tolerance=1e-3)
+    assert 0 < found.lower <= found.upper
+    # one layer, and neurons that turn alone: the example that gives way first does so between two of them
+    if shape[1] == 1 and not fix_mean:
+        cones = [
+            math.acos(float(inputs[row, 0] @ neuron / inputs[row, 0].norm()))
+            for row in range(shape[0])
+            for neuron in model[0].weight.detach()
+        ]
+        gaps = [sorted(cones[row * width : (row + 1) * width]) for row in range(shape[0])]
+        assert found.lower == pytest.approx(min((second - first) / 2 for first, second, *_ in gaps), rel=2e-3)
+
+
+def test_what_is_left_of_a_mean_has_no_part_in_a_proof():
+    """Neurons are taken at zero mean: an input's mean, large as it is, neither makes an error nor prevents one."""
+    torch.manual_seed(0)
+    model = nero.balance_(nn.Linear(4, 1, bias=False, dtype=torch.float64))
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    labels = (model(inputs)[:, 0] > 0).long()
+    exact = theory.robustness(model, (inputs, labels), rotations=20, tolerance=1e-4)
+    with torch.no_grad():
+        model.weight += 2e-6
+    came = model.weight.detach().clone()
+    shifted = inputs + torch.where(labels > 0, 1e4, -1e4)[:, None]  # the mean is on the label's side
+    found = theory.robustness(model, (shifted, labels), rotations=20, tolerance=1e-4)
+    assert (found.lower, found.upper) == pytest.approx((exact.lower, exact.upper), rel=1e-3)
+    assert float((came + found.witness["weight"]).mean()) == pytest.approx(0, abs=1e-15)
+    against = inputs - torch.where(labels > 0, 1e6, -1e6)[:, None]
+    with pytest.raises(ValueError, match="makes 6 errors on 6 examples"):
+        theory.robustness(model, (against, labels))
+    with pytest.raises(ValueError, match=r"decides examples: balance the model first \(nero\.balance_\)"):
+        theory.robustness(model, (against, 1 - labels))
+
+
+def test_a_proof_that_is_broken_is_no_result(monkeypatch: pytest.MonkeyPatch):
+    model, inputs, labels = robust_case()
+    monkeypatch.setattr(sys.modules[theory.robustness.__module__], "certified", lambda *_: True)
+    with pytest.raises(RuntimeError, match=r"proved to be at least 1\.571, but a rotation by .* makes an error"):
+        theory.robustness(model, (inputs, labels), rotations=8, examples=2)
+
+
+class Merging(nn.Linear):
+    """A layer that does more in train() and eval() than to set a mode."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        if self.merged == mode:
+            self.weight.data.mul_(2 if self.merged else 0.5)
+            self.merged = not mode
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_modes_are_kept_without_a_change_of_mode(mode: bool):
+    torch.manual_seed(0)
+    model = nero.balance_(nn.Sequential(Merging(4, 3, bias=False), nn.Dropout(0.9)).double()).train(mode)
+    model[1].training = True  # a mode of its own
+    inputs, before = torch.randn(6, 4, dtype=torch.float64), weights_of(model)
+    theory.robustness(model, (inputs, model[0](inputs).argmax(1)), rotations=8, examples=2)
+    assert [each.training for each in model.modules()] == [mode, mode, True]
+    assert model[0].merged is not mode
+    assert torch.equal(model[0].weight, before["0.weight"])
+
+
 def test_networks_without_a_proof_have_a_witness():
     torch.manual_seed(0)
     convolutional = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3))
@@ -947,6 +1021,20 @@ def test_losses_must_be_losses(loss, message):
         theory.relative_change(nn.Linear(3, 2), loss, {"weight": torch.ones(2, 3)})
 
 
+def test_a_step_to_where_there_is_no_gradient_is_refused():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    step = {"weight": -model.weight.detach().clone()}
+    with pytest.raises(ValueError, match="gradient of 'weight' holds values that are infinite or not a number"):
+        theory.is_stable_step(model, lambda model: (model.weight * model.weight).sqrt().sum(), step)
+    assert torch.equal(model.weight, torch.ones(1, 2)), "and the model is as it was"
+
+
+def test_a_number_is_no_loss():
+    with pytest.raises(TypeError, match=r"the loss must be a function of the model.*but it is 3"):
+        theory.relative_change(nn.Linear(3, 2), 3, {"weight": torch.ones(2, 3)})
+
+
 @pytest.mark.parametrize(
     ("options", "message"), [({"points": 0}, "points must be"), ({"kinds": "neuron"}, "kinds must be some of")]
 )
@@ -995,20 +1083,6 @@ def test_more_classes_than_neurons():
 def test_classifiers_give_a_row_an_example():
     with pytest.raises(TypeError, match="one row of outputs an example"):
         theory.robustness(nero.balance_(nn.Conv1d(2, 3, 2)), (torch.randn(4, 2, 5), torch.zeros(4).long()))
-
-
-def test_a_step_to_where_there_is_no_gradient_is_refused():
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.constant_(model.weight, 1.0)
-    step = {"weight": -model.weight.detach().clone()}
-    with pytest.raises(ValueError, match="gradient of 'weight' holds values that are infinite or not a number"):
-        theory.is_stable_step(model, lambda model: (model.weight * model.weight).sqrt().sum(), step)
-    assert torch.equal(model.weight, torch.ones(1, 2)), "and the model is as it was"
-
-
-def test_a_number_is_no_loss():
-    with pytest.raises(TypeError, match=r"the loss must be a function of the model.*but it is 3"):
-        theory.relative_change(nn.Linear(3, 2), 3, {"weight": torch.ones(2, 3)})
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,8 @@ def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> boo
         for layer in chain:
             if isinstance(layer, nn.Linear):
                 caps, weight = turning.get(id(layer.weight), (None, layer.weight))
-                low, high = _bounds(weight.double(), caps, angle, value, low, high)
                 bias = 0.0 if layer.bias is None else layer.bias.double()
-                value, low, high = (each + bias for each in (value @ weight.double().T, low, high))
+                value, low, high = (each + bias for each in _bounds(weight.double(), caps, angle, value, low, high))
             else:
                 value, low, high = (layer(each) for each in (value, low, high))
         if not bool((margin_between(low, high, solution.labels[part]) > 0).all()):
@@ -62,21 +61,22 @@ def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> boo
 
 def _bounds(
     weight: Tensor, caps: Caps | None, angle: float, value: Tensor, low: Tensor, high: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The least and the most that a layer's sums can be, for inputs between low and high."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's sums, and the least and the most that they can be for inputs between low and high."""
     error = torch.maximum(high - value, value - low)
+    if caps is not None and caps.centred:  # a neuron without a mean sees no mean
+        value = value - value.mean(-1, keepdim=True)
     spread, sums = error @ weight.abs().T, value @ weight.T
     if caps is None:  # its neurons stay
-        return sums - spread, sums + spread
+        return sums, sums - spread, sums + spread
     lengths = caps.lengths.double().T
-    whole = lengths * error.norm(dim=1, keepdim=True)
+    whole = lengths * error.norm(dim=-1, keepdim=True)
     spread = torch.minimum(whole, spread + 2 * math.sin(angle / 2) * whole)
-    seen = value - value.mean(1, keepdim=True) if caps.centred else value  # a neuron without a mean sees no mean
-    most = lengths * seen.norm(dim=1, keepdim=True)
+    most = lengths * value.norm(dim=-1, keepdim=True)
     between = torch.where(most > 0, sums / most, 0.0).clamp(-1, 1).acos()
     lowest = most * (between + angle).clamp(max=math.pi).cos()
     highest = most * (between - angle).clamp(min=0).cos()
-    return lowest - spread, highest + spread
+    return sums, lowest - spread, highest + spread
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ class Classifier:
         inputs: one example a row.
         labels: which output should be largest; of a network with one output, its sign, as 1 or 0 or as 1 or -1.
         caps: one for each layer, by the parameter's name.
-        poles: the weights that the network came with, for the layers that have caps.
+        poles: the weights that the network came with, less what rounding left of a mean, for the layers with caps.
     """
 
     model: nn.Module
@@ -128,9 +128,9 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
     if not isinstance(outputs, Tensor) or outputs.dim() not in (1, 2) or len(outputs) != 1:
         raise TypeError("the model must give one row of outputs an example, one for each class")
     _check_labels(labels, outputs.numel())
-    poles = {layer.name: layer.parameter.detach().clone() for layer in layers}
-    made = Classifier(model, inputs, labels, caps, poles)
-    _check_fit(made)
+    came = {layer.name: layer.parameter.detach().clone() for layer in layers}
+    made = Classifier(model, inputs, labels, caps, {name: each.weights for name, each in caps.items()})
+    _check_fit(made, came)
     return made
 
 
@@ -149,9 +149,14 @@ def _check_labels(labels: Tensor, outputs: int) -> None:
         )
 
 
-def _check_fit(solution: Classifier) -> None:
-    wrong = int((~(solution.margins(solution.poles) > 0)).sum())
+def _check_fit(solution: Classifier, came: Mapping[str, Tensor]) -> None:
+    wrong = int((~(solution.margins(came) > 0)).sum())
     if not wrong:
+        if not bool((solution.margins(solution.poles) > 0).all()):
+            raise ValueError(
+                "what is left of the neurons' means, small as it is, decides examples: balance the model first "
+                "(nero.balance_), give inputs of smaller means, or fix_mean=False to turn neurons in all directions"
+            )
         return
     _, same = torch.unique(solution.inputs.flatten(1), dim=0, return_inverse=True)
     pairs = torch.unique(torch.stack([same, solution.labels], 1), dim=0)

@@ -8,10 +8,16 @@ from torch import nn
 
 
 @contextmanager
-def keeping(model: nn.Module, parameters: Iterable[str] = ()) -> Iterator[None]:
+def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool = False) -> Iterator[None]:
     """Put back, bit for bit, the model's buffers and modes, torch's random numbers, and parameters of those names.
 
     They are written in place: torch's functional_call leaves a module that is used twice with the weights it was given.
+    Modes are, too, and neither train() nor eval() is called: some modules do more there, such as to merge weights.
+
+    Args:
+        model: to be kept.
+        parameters: the names of those to put back.
+        evaluating: whether the model is in evaluation mode until then.
     """
     named = dict(model.named_parameters())
     tensors = [*model.buffers(), *(named[name] for name in parameters)]
@@ -19,6 +25,8 @@ def keeping(model: nn.Module, parameters: Iterable[str] = ()) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({parameter.device.index for parameter in named.values() if parameter.is_cuda})
     try:
+        for module, mode in modes:
+            module.training = mode and not evaluating
         with torch.random.fork_rng(devices):
             yield
     finally:

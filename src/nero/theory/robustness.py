@@ -1,7 +1,7 @@
 """How far the neurons of a solution can turn (Section 6.1, Definition 6)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
 from nero.theory.keeping import keeping
-from nero.theory.layers import layers_of
+from nero.theory.layers import Layer, layers_of
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9
@@ -116,6 +116,7 @@ def robustness(
     Raises:
         TypeError, ValueError: errors on the data, an empty batch, labels without an output, a model without
             neurons or with neurons that have a mean.
+        RuntimeError: a rotation that breaks the proof, which is a bug, or rounding where inputs are very large.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -134,8 +135,7 @@ def robustness(
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
     layers = layers_of(model)
-    with keeping(model, [layer.name for layer in layers]):
-        model.eval()
+    with keeping(model, [layer.name for layer in layers], evaluating=True):
         solution = classifier(model, layers, data, fix_mean)
         chain = chain_of(model)
         lower = None
@@ -146,6 +146,7 @@ def robustness(
         pilot = -(-rotations // 4)
         typical = _largest(lambda angle: not search.try_at_random(angle, pilot, stop=True), limit, tolerance)
         errors = search.try_at_random(typical, rotations)
+    _check_order(lower, search.upper, layers)
     return Robustness(
         lower,
         search.upper,
@@ -175,6 +176,16 @@ def share_at_least(kept: int, draws: int, confidence: float) -> float:
     return low
 
 
+def _check_order(lower: float | None, upper: float | None, layers: Iterable[Layer]) -> None:
+    """Raise if a rotation was found by less than what was proved to be safe, beyond rounding."""
+    dtype = max((layer.parameter.dtype for layer in layers), key=lambda dtype: torch.finfo(dtype).eps)
+    if lower is not None and upper is not None and lower > upper + math.sqrt(torch.finfo(dtype).eps):
+        raise RuntimeError(
+            f"α is proved to be at least {lower:.4g}, but a rotation by {upper:.4g} makes an error: please report it, "
+            f"unless the inputs are too large for the rounding of {dtype}: try model.double()"
+        )
+
+
 class _Search:
     """Looks for rotations that make an error, and keeps the smallest."""
 
@@ -186,7 +197,9 @@ class _Search:
         self.weights: Mapping[str, Tensor] = {}
 
     def witness(self) -> dict[str, Tensor]:
-        return {name: weights - self.solution.poles[name] for name, weights in self.weights.items()}
+        """The smallest rotation as a perturbation, once the model has the weights again that it came with."""
+        caps = self.solution.caps
+        return {name: weights - caps[name].layer.parameter.detach() for name, weights in self.weights.items()}
 
     def try_at_random(self, angle: float, draws: int, stop: bool = False) -> int:
         """How many random rotations make an error; with stop, whether one does."""

@@ -17,7 +17,7 @@ class Caps:
 
     Attributes:
         layer: whose neurons.
-        poles: the neurons at length one, zero for those at the origin.
+        poles: the neurons at length one and, if centred, of mean zero; zero for those at the origin.
         lengths: the neurons' norms, which a turn keeps.
         centred: whether a turn keeps the neurons' mean at zero, too.
     """
@@ -31,9 +31,20 @@ class Caps:
     def around(cls, layer: Layer, centred: bool) -> "Caps":
         """Caps around the neurons as they are; a neuron of two entries turns freely, as the optimiser lets it."""
         weights = layer.role.view(layer.parameter.detach())
-        lengths = norm(weights, layer.role.axes)
+        axes, centred = layer.role.axes, centred and layer.fan_in > 2
+        lengths = norm(weights, axes)
         poles = torch.where(lengths > 0, weights / lengths, 0.0)
-        return cls(layer, poles, lengths, centred and layer.fan_in > 2)
+        if centred:
+            poles = poles - poles.mean(axes, keepdim=True)
+            poles = torch.where(norm(poles, axes) > 0, poles / norm(poles, axes), 0.0)
+        return cls(layer, poles, lengths, centred)
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights with every neuron at its pole."""
+        if not self.centred:
+            return self.layer.parameter.detach().clone()
+        return (self.poles * self.lengths).reshape(self.layer.parameter.shape)
 
     @property
     def sphere(self) -> int:
@@ -42,8 +53,10 @@ class Caps:
 
     @property
     def off_centre(self) -> float:
-        """How far neurons lie off the space of the sphere, at most, of their length."""
-        return float(norm(self.poles - self.centre(self.poles), self.layer.role.axes).max())
+        """How far neurons lie off their poles, at most, of their length."""
+        axes, weights = self.layer.role.axes, self.layer.role.view(self.layer.parameter.detach())
+        away = norm(weights - self.poles * self.lengths, axes) / self.lengths
+        return float(torch.where(self.lengths > 0, away, 0.0).max())
 
     def centre(self, tensor: Tensor) -> Tensor:
         """What of a vector lies in the space of the sphere."""

@@ -163,7 +163,7 @@ def test_limits_and_silence():
         layer.weight[1] = -torch.eye(10)[9]
     optimiser = nero.Nero(layer)
     watched = nero.watch(optimiser)
-    assert watched.read()["weight"][8:] == (1.0, 0.25, 0.0)
+    assert watched.read()["weight"][8:] == pytest.approx((math.nan, 0.25, 0.0), nan_ok=True), "nothing was heard yet"
     layer.weight.grad = torch.randn(8, 10)
     layer.weight.grad[4:] = 0
     optimiser.step()
@@ -357,6 +357,22 @@ def test_what_is_added_later_starts_when_it_is_read():
     assert reading["weight (2)"].turned.low > 0
 
 
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["weight (2)", "weight", "weight"], ["weight (2)", "weight", "weight (3)"]),
+        (["weight", "weight", "weight (2)"], ["weight", "weight (2)", "weight (2) (2)"]),
+    ],
+)
+def test_a_name_that_looks_numbered_is_one_of_its_own(names: list[str], shown: list[str]):
+    layers = [nn.Linear(6, 4 + index, bias=False) for index in range(3)]
+    optimiser = nero.Nero([(names[0], layers[0].weight)])
+    for name, layer in zip(names[1:], layers[1:], strict=True):
+        optimiser.add_param_group({"params": [(name, layer.weight)]})
+    reading = nero.watch(optimiser).read()
+    assert [(layer.name, layer.followed) for layer in reading.layers] == list(zip(shown, (4, 5, 6), strict=True))
+
+
 def test_what_is_frozen_is_not_there_until_it_trains():
     model = network()
     model[0].requires_grad_(False)
@@ -433,12 +449,42 @@ def test_a_run_that_goes_on_reads_as_one_that_never_stopped():
         (lambda state: state.pop("last"), "lacks 'start', 'last' or 'readings'"),
         (lambda state: state["start"].update(wait=torch.ones(2, 2)), "'wait', which this optimiser has not"),
         (lambda state: state["last"].update({"0.weight": torch.ones(2, 2)}), r"0\.weight as \(2, 2\) where \(12, 6\)"),
+        (
+            lambda state: state["start"].update({3: torch.ones(2), "x": torch.ones(2)}),
+            "3, which this optimiser has not",
+        ),
+        (lambda state: state.update(start=None), "'start' is no dict from names to tensors"),
+        (lambda state: state.update(last=[torch.ones(2)]), "'last' is no dict from names to tensors"),
+        (lambda state: state["last"].update({"0.weight": 3}), "'last' is no dict from names to tensors"),
+        (lambda state: state["last"].update({"0.weight": torch.ones(12, 6).cfloat()}), "'last' is no dict from names"),
+        *(
+            (change, "'readings' are no list of steps and layers")
+            for change in (
+                lambda state: state.update(readings=None),
+                lambda state: state.update(readings=3),
+                lambda state: state.update(readings="none"),
+                lambda state: state["readings"].append(None),
+                lambda state: state["readings"][0].pop("step"),
+                lambda state: state["readings"][0].pop("layers"),
+                lambda state: state["readings"][0].update(step="x"),
+                lambda state: state["readings"][0].update(layers=5),
+                lambda state: state["readings"][0]["layers"].append("0.weight..."),
+                lambda state: state["readings"][0]["layers"][1].pop(),
+                lambda state: state["readings"][0]["layers"][1].append(0.0),
+                lambda state: state["readings"][0]["layers"][1].__setitem__(0, 3),
+                lambda state: state["readings"][0]["layers"][1].__setitem__(5, 0.5),
+                lambda state: state["readings"][0]["layers"][1].__setitem__(6, [0.5, 0.5]),
+                lambda state: state["readings"][0]["layers"][1].__setitem__(7, [0.5, 0.5, "x"]),
+                lambda state: state["readings"][0]["layers"][1].__setitem__(10, None),
+            )
+        ),
     ],
 )
 def test_another_checkpoint_is_refused_whole(change, says: str):
     model = network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
+    watched.read()
     state = watched.state_dict()
     train(model, optimiser, 2)
     watched.read()
@@ -543,7 +589,7 @@ def test_a_reading_has_the_step_that_it_is_given_and_prints_as_a_table():
     lines = str(reading).splitlines()
     assert lines[0] == "step 700"
     assert lines[1].split()[:4] == ["layer", "role", "turned", "from"]
-    assert lines[3].split() == ["0.weight", "neuron", "0", "0", "0", "100%", "8%", "0%", "0"]
+    assert lines[3].split() == ["0.weight", "neuron", "0", "0", "0", "-", "8%", "0%", "0"]
     assert repr(reading) == str(reading)
     with pytest.raises(KeyError, match=r"no layer 'x'; there are 0\.weight, "):
         reading["x"]
@@ -595,6 +641,28 @@ def test_curves_are_the_readings():
         assert list(line.get_ydata()) == pytest.approx(wanted)
 
 
+def test_a_picture_says_nothing_of_gradients_before_a_step():
+    from matplotlib.axes import Axes
+
+    from nero.watching.picture import draw
+
+    model = network()
+    optimiser = nero.Nero(model)
+    watched = nero.watch(optimiser)
+    watched.read()
+
+    def shown() -> tuple[str, list[float]]:
+        charts = [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes) if axes.get_legend()]
+        (line,) = [each for chart in charts for each in chart.lines if each.get_label().startswith("no gradient")]
+        return line.get_label(), list(line.get_ydata())
+
+    assert shown()[0] == "no gradient yet -"
+    model[0].requires_grad_(False)  # it makes no step, and so has no part in the share
+    train(model, optimiser, 1)
+    watched.read()
+    assert shown() == ("no gradient yet 0.0%", pytest.approx([math.nan, 0.0], nan_ok=True))
+
+
 def test_turned_past_a_right_angle_and_apart():
     from nero.watching.picture import _apart, draw
 
@@ -622,6 +690,7 @@ def test_bad_input():
     for neurons in (0, -1, 1.5, True, "all"):
         with pytest.raises(ValueError, match="neurons must be a whole number from 1, or None for all"):
             nero.watch(optimiser, neurons=neurons)
+    assert nero.watch(optimiser, neurons=np.int64(4)).read()["0.weight"].followed == 4
 
 
 # -- the examples -------------------------------------------------------------------------------

@@ -171,11 +171,11 @@ def _one_a_layer(bundle: list[Followed], key: str) -> Tensor:
 
 
 def _gradients(bundle: list[Followed], most: int | None) -> tuple[Tensor, Tensor]:
-    """The root mean square of gradients' norms, and the share of those that never had any."""
-    average = _one_a_neuron(bundle, "grad_norm", most)
-    corrected = average / bias_correction(_one_a_layer(bundle, "step"), bundle[0].part.group["beta"], average.dtype)
+    """The root mean square of gradients' norms, and the share of those that never had any; none before a step."""
+    average, steps = _one_a_neuron(bundle, "grad_norm", most), _one_a_layer(bundle, "step")
+    corrected = average / bias_correction(steps, bundle[0].part.group["beta"], average.dtype)
     silent = average == 0
-    return torch.where(silent, 0.0, corrected), _share(silent)
+    return torch.where(silent, 0.0, corrected), torch.where(steps.flatten() > 0, _share(silent), math.nan)
 
 
 def _limits(

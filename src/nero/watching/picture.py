@@ -181,7 +181,8 @@ def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
     steps = [each.step for each in readings]
     for name, (colour, dashes, of) in kinds.items():
         shares = [_share(each, of) for each in readings]
-        axes.plot(steps, shares, color=colour, linestyle=dashes, linewidth=1.8, label=f"{name} {shares[-1]:.1%}")
+        now = "-" if math.isnan(shares[-1]) else f"{shares[-1]:.1%}"
+        axes.plot(steps, shares, color=colour, linestyle=dashes, linewidth=1.8, label=f"{name} {now}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(0, max(0.05, axes.get_ylim()[1]))
     axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
@@ -190,8 +191,10 @@ def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
 
 
 def _share(reading: Reading, of: Callable[[Layer], float]) -> float:
-    layers = [layer for layer in reading.layers if layer.role == "neuron"]
-    return sum(of(layer) * layer.followed for layer in layers) / max(1, sum(layer.followed for layer in layers))
+    """Of the neurons of all layers that have such a share."""
+    layers = [layer for layer in reading.layers if layer.role == "neuron" and not math.isnan(of(layer))]
+    followed = sum(layer.followed for layer in layers)
+    return sum(of(layer) * layer.followed for layer in layers) / followed if followed else math.nan
 
 
 def _dress(axes: Axes, title: str, size: float = SMALL + 1) -> None:

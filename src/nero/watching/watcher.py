@@ -1,7 +1,9 @@
 """A watch over an optimiser: it does nothing while the network trains, and measures when it is read."""
 
 import importlib.util
+import operator
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from os import PathLike, fspath
 from typing import Any
 
@@ -95,15 +97,17 @@ class Watch:
         Load the model and the optimiser as well, in any order, before the next reading.
 
         Raises:
-            ValueError: if it is of another model, or follows other neurons.
+            ValueError: if it is of another model, follows other neurons, or is no watch's.
         """
         if not isinstance(state_dict, Mapping) or not {"start", "last", "readings"} <= set(state_dict):
             raise ValueError("not a watch's state_dict: it lacks 'start', 'last' or 'readings'")
-        readings = [Reading.of(list(map(_layer, each["layers"])), each["step"]) for each in state_dict["readings"]]
+        readings = _readings(state_dict["readings"])
         start, last = Kept(), Kept()
         for key, kept, own in (("start", start, self._start.rows), ("last", last, self._last.rows)):
             saved = state_dict[key]
-            if unknown := sorted(set(saved) - set(own)):
+            if not isinstance(saved, Mapping) or not all(_is_rows(rows) for rows in saved.values()):
+                raise ValueError(f"not a watch's state_dict: {key!r} is no dict from names to tensors of weights")
+            if unknown := [name for name in saved if name not in own]:
                 raise ValueError(
                     f"the checkpoint has {unknown[0]!r}, which this optimiser has not: it is of another model"
                 )
@@ -139,10 +143,14 @@ class Watch:
 
     def _named(self) -> Iterator[tuple[str, Part]]:
         """The optimiser's parts; where two have one name, as modules added one by one may, they are numbered."""
-        seen: dict[str, int] = {}
+        seen: set[str] = set()
         for part in self.optimiser.parts():
-            count = seen[part.name] = seen.get(part.name, 0) + 1
-            yield part.name if count == 1 else f"{part.name} ({count})", part
+            name, count = part.name, 1
+            while name in seen:
+                count += 1
+                name = f"{part.name} ({count})"
+            seen.add(name)
+            yield name, part
 
 
 def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
@@ -174,9 +182,17 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
     """
     if not isinstance(optimiser, Nero):
         raise TypeError(f"watch needs a nero.Nero, not {type(optimiser).__name__}")
-    if neurons is not None and (isinstance(neurons, bool) or not isinstance(neurons, int) or neurons < 1):
+    return Watch(optimiser, None if neurons is None else _count(neurons))
+
+
+def _count(neurons: Any) -> int:
+    try:
+        count = 0 if isinstance(neurons, bool) else operator.index(neurons)
+    except TypeError:
+        count = 0
+    if count < 1:
         raise ValueError(f"neurons must be a whole number from 1, or None for all, but it is {neurons!r}")
-    return Watch(optimiser, neurons)
+    return count
 
 
 def _stacked(bundle: list[Followed], key: str) -> Tensor:
@@ -187,8 +203,42 @@ def _listed(layer: Layer) -> list[Any]:
     return [list(value) if isinstance(value, Spread) else value for value in layer]
 
 
+def _readings(saved: Any) -> list[Reading]:
+    """What was saved of readings.
+
+    Raises:
+        ValueError: if it is anything else.
+    """
+    match saved:
+        case [*readings] if all(map(_is_reading, readings)):
+            return [Reading.of([_layer(each) for each in one["layers"]], one["step"]) for one in readings]
+    raise ValueError("not a watch's state_dict: its 'readings' are no list of steps and layers as they are saved")
+
+
 def _layer(saved: list[Any]) -> Layer:
-    return Layer._make(Spread(*value) if isinstance(value, list) else value for value in saved)
+    return Layer(*saved[:5], *(Spread(*spread) for spread in saved[5:8]), *saved[8:])
+
+
+def _is_reading(saved: Any) -> bool:
+    match saved:
+        case {"step": Real(), "layers": [*layers]}:
+            return all(map(_is_layer, layers))
+    return False
+
+
+def _is_layer(saved: Any) -> bool:
+    match saved:
+        case [str(), str(), Real(), Real(), Real(), [*turned], [*from_start], [*grad_norm], Real(), Real(), Real()]:
+            return all(_is_spread(each) for each in (turned, from_start, grad_norm))
+    return False
+
+
+def _is_spread(saved: list[Any]) -> bool:
+    return len(saved) == len(Spread._fields) and all(isinstance(each, Real) for each in saved)
+
+
+def _is_rows(saved: Any) -> bool:
+    return isinstance(saved, Tensor) and saved.is_floating_point()
 
 
 def _need(package: str, what: str) -> None:

@@ -300,6 +300,20 @@ def test_the_optimiser_can_be_let_go():
     assert not model._forward_pre_hooks
 
 
+def test_what_nobody_asks_for_is_not_counted():
+    """A run that goes on from a checkpoint is the run that it was, down to what it draws."""
+    model = perceptron(3)
+    optimiser = nero.Nero(model, lr="auto")
+    for group in optimiser.param_groups:
+        group["depth"] = 7.0
+    runs = []
+    model.register_forward_hook(lambda *_: runs.append(1))
+    model(X)
+    assert len(runs) == 1
+    assert not model._forward_pre_hooks
+    assert {group["depth"] for group in optimiser.param_groups} == {7.0}
+
+
 def test_a_depth_that_is_given_stays():
     model = perceptron(3)
     optimiser = nero.Nero(model, lr="auto", depth=20)

@@ -7,9 +7,9 @@ is counted along the network's own operations, as it runs on some input.
 
 import math
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -182,39 +182,47 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+class Asking(Protocol):
+    """Whoever wants to know a depth."""
+
+    def _waits_for_depth(self, counted: Container[int]) -> bool:
+        """Whether it does still, of parameters with these numbers (``id``)."""
+
+    def _take_depth(self, depth: float | str, counted: Container[int]) -> None:
+        """The depth, or why it is not known."""
+
+
 class Once:
     """Counts a model's depth just before it first runs with gradients, tells somebody, and is gone.
 
     Args:
         model: to count the layers of.
-        tell: a method, which is not held; it is given the depth, or why it is not known, and what was counted.
-        trained: what to count: the numbers (``id``) of parameters.
+        asking: whom to tell; it is not held.
+        counted: what to count: the numbers (``id``) of parameters.
     """
 
-    def __init__(
-        self, model: nn.Module, tell: Callable[[float | str, Container[int]], None], trained: Container[int]
-    ) -> None:
-        self._tell: Any = weakref.WeakMethod(tell)
-        self._trained, self._busy = trained, False
+    def __init__(self, model: nn.Module, asking: Asking, counted: Container[int]) -> None:
+        self._asking: Any = weakref.ref(asking)
+        self._counted, self._busy = counted, False
         model.register_forward_pre_hook(self, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_tell": None, "_trained": (), "_busy": False}  # a copy of the model counts nothing
+        return {"_asking": None, "_counted": (), "_busy": False}  # a copy of the model counts nothing
 
     def __call__(self, model: nn.Module, inputs: Any, named: Any) -> None:
         """Count; or, if nobody wants to know any more, be gone."""
         if self._busy or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        tell = self._tell() if self._tell is not None else None
-        if tell is not None:
+        asking = self._asking() if self._asking is not None else None
+        if asking is not None and asking._waits_for_depth(self._counted):
             self._busy = True
             try:
-                found: float | str = count(model, inputs, named, self._trained)
+                found: float | str = count(model, inputs, named, self._counted)
             except Exception as error:  # the model's own run says it, or the next step does
                 found = f"{type(error).__name__}: {error}"
             finally:
                 self._busy = False
-            tell(found, self._trained)
+            asking._take_depth(found, self._counted)
             if isinstance(found, str):
                 return  # it may go better next time
         for key, hook in list(model._forward_pre_hooks.items()):

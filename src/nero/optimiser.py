@@ -187,19 +187,27 @@ class Nero(torch.optim.Optimizer):
 
         for group in groups:
             group["depth"] = "auto"
-        Once(model, self._take_depth, own & {id(each) for group in groups for each in group["params"]})
+        Once(model, self, own & {id(each) for group in groups for each in group["params"]})
         self._unknown = ""
 
+    def _waits_for_depth(self, counted: Container[int]) -> bool:
+        """Whether a group with any of these parameters, by ``id``, has a depth that is not known yet."""
+        return any(True for _ in self._waiting_for(counted))
+
     def _take_depth(self, depth: float | str, counted: Container[int]) -> None:
-        """Take in what was counted of some parameters, or why it was not."""
+        """Take in what was counted of these parameters, or why it was not: for who counts."""
         if isinstance(depth, str):
             self._unknown = f" ({depth})"
             return
-        for group in self.param_groups:
-            if group["depth"] == "auto" and any(id(each) in counted for each in group["params"]):
-                group["depth"] = depth
+        for group in self._waiting_for(counted):
+            group["depth"] = depth
         if self.defaults["depth"] == "auto":  # for those that will be added
             self.defaults["depth"] = depth
+
+    def _waiting_for(self, counted: Container[int]) -> Iterator[dict[str, Any]]:
+        for group in self.param_groups:
+            if group["depth"] == "auto" and any(id(each) in counted for each in group["params"]):
+                yield group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are balanced at once and count their own steps from here.

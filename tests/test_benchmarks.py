@@ -1,5 +1,6 @@
 """The benchmark runs, records what it says it records, and refuses to report what cannot be compared."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -294,6 +295,8 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
         )
 
     monkeypatch.setattr(auto, "load", lambda *_: Pictures("mnist", images(20), images(10), (0.5,), (0.25,)))
+    small = dataclasses.replace(auto.TASKS["mnist-deep"], model=lambda: auto.mlp(2))
+    monkeypatch.setitem(auto.TASKS, "mnist-deep", small)
     for name, value in (("LAYERS", (2, 3)), ("RATES", (0.001, 0.01)), ("TRUSTS", (auto.TRUST,)), ("EPOCHS", 1)):
         monkeypatch.setattr(auto, name, value)
     places = ["--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "auto.png")]

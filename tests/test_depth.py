@@ -93,28 +93,34 @@ def test_of_branches_the_deepest_counts():
 
 @pytest.mark.parametrize("alpha", [1.0, 0.1, -2.0])
 def test_a_sum_counts_each_branch_by_its_share(alpha):
-    first, second = Block(2, alpha=alpha), Block(3, alpha=alpha)
-
-    def shares(block, inputs):
-        return [each.square().mean().item() for each in (inputs, alpha * block.body(inputs))]
-
-    one = rms(0, 2, shares=shares(first, X))
-    assert nero.depth_of(first, X) == pytest.approx(one)
+    first, second, third = Block(2, alpha=alpha), Block(3, alpha=alpha), nn.Linear(8, 8)
+    assert nero.depth_of(first, X) == 2  # what comes around it is the input
     both = nn.Sequential(first, second)
-    assert nero.depth_of(both, X) == pytest.approx(rms(one, one + 3, shares=shares(second, first(X))))
+    hidden = first(X)
+    shares = [each.square().mean().item() for each in (hidden, alpha * second.body(hidden))]
+    assert nero.depth_of(both, X) == pytest.approx(rms(2, 5, shares=shares))
+    assert nero.depth_of(nn.Sequential(*both, third), X) == pytest.approx(1 + rms(2, 5, shares=shares))
 
 
-def test_what_is_added_and_does_not_hang_on_layers_counts_by_its_share_too():
+@pytest.mark.parametrize("by", [1e-6, 1e6, -3e38])
+def test_what_no_layer_has_touched_does_not_count_in_a_sum(by):
     class Shifted(nn.Module):
-        def __init__(self, by):
+        def __init__(self):
             super().__init__()
-            self.layer, self.by = nn.Linear(8, 8), by
+            self.body = perceptron(3)
 
         def forward(self, inputs):
-            return self.layer(inputs) + torch.tensor(self.by)
+            return self.body(inputs) + by * torch.ones(2) - inputs[:, :2]
 
-    assert nero.depth_of(Shifted(1e-6), X) == pytest.approx(1)
-    assert nero.depth_of(Shifted(1e6), X) == pytest.approx(0, abs=1e-3)
+    assert nero.depth_of(Shifted(), X) == 3
+
+
+def test_a_bias_by_hand_is_a_bias():
+    class Layer(nn.Linear):
+        def forward(self, inputs):
+            return inputs @ self.weight.T + self.bias
+
+    assert nero.depth_of(nn.Sequential(*(Layer(8, 8) for _ in range(10))), X) == 10
 
 
 def test_norms_before_let_a_network_be_deeper_than_norms_behind():
@@ -332,6 +338,49 @@ def test_only_what_is_trained_counts():
     assert optimiser.param_groups[0]["depth"] == 1
 
 
+def test_two_may_ask_of_one_model():
+    model = perceptron(3)
+    optimisers = [nero.Nero(model, lr="auto") for _ in range(2)]
+    optimisers[0].count_depth(model)
+    seen = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs) or (inputs[0] + 1,))
+    model(X)
+    assert {group["depth"] for each in optimisers for group in each.param_groups} == {3.0}
+    assert len(model._forward_pre_hooks) == 1
+    assert all(torch.equal(inputs[0], X) for inputs in seen)  # not what a hook before has made of them
+
+
+def test_a_backward_that_is_due_is_not_disturbed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model.register_buffer("wide", torch.ones(1, 8).expand(4, 8))
+    optimiser = nero.Nero(model, lr="auto")
+    for mode in (True, False):
+        optimiser.count_depth(model.train(mode))
+        first = model[:2](X)
+        (first.sum() + model(X).sum()).backward()
+        optimiser.step()
+        assert optimiser.param_groups[0]["depth"] == 2
+
+
+def test_buffers_that_are_replaced_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("runs", torch.zeros(()))
+            self.register_buffer("made", None)
+
+        def forward(self, inputs):
+            self.runs = self.runs + 1
+            self.made = torch.ones(3)
+            return self.layer(inputs)
+
+    model = Counting()
+    assert nero.depth_of(model, X) == 1
+    assert model.runs == 0
+    assert model.made is None
+
+
 def test_each_model_has_its_own_depth():
     short, long = perceptron(2), perceptron(7)
     optimiser = nero.Nero([*nero.param_groups(short), *nero.param_groups(long)], lr=0.1)
@@ -349,16 +398,18 @@ def test_each_model_has_its_own_depth():
         nero.depth_of(3, X)
 
 
-class Double(torch.autograd.Function):
-    """What a kernel of somebody's own looks like: operations inside are not seen."""
+class Outside(torch.autograd.Function):
+    """What a kernel of somebody's own looks like: what it does is not seen."""
 
     @staticmethod
-    def forward(_, inputs):
-        return torch.from_numpy(2 * inputs.detach().numpy())
+    def forward(_, inputs, make):
+        out = make(inputs)
+        out.numpy()[...] = 2 * inputs.detach().numpy()
+        return out
 
     @staticmethod
     def backward(_, gradient):
-        return 2 * gradient
+        return 2 * gradient, None
 
 
 class Odd(nn.Module):
@@ -394,13 +445,26 @@ def cast(self, inputs):
         return self.head(self.body(inputs))
 
 
-@pytest.mark.parametrize("something", [filled, kept, again, cast])
+def asking(self, inputs):
+    return self.head(self.body(inputs.clone().requires_grad_()))
+
+
+def made_up(self, _):
+    return self.head(self.body(torch.randn(3, 2)))
+
+
+@pytest.mark.parametrize("something", [filled, kept, again, cast, asking, made_up])
 def test_odd_ways_are_followed(something):
     assert nero.depth_of(Odd(something), X) == 5
 
 
-def test_where_the_way_is_lost_a_step_says_so_and_a_run_does_not():
-    model = Odd(lambda self, inputs: self.head(Double.apply(self.body(inputs))))
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: torch.from_numpy(x.detach().numpy().copy()), lambda x: torch.empty(x.shape), torch.empty_like,
+     lambda x: x.new_empty(x.shape)],
+)  # fmt: skip
+def test_where_the_way_is_lost_a_step_says_so_and_a_run_does_not(make):
+    model = Odd(lambda self, inputs: self.head(Outside.apply(self.body(inputs), make)))
     with pytest.raises(ValueError, match="cannot be followed"):
         nero.depth_of(model, X)
     optimiser = nero.Nero(model, lr="auto")

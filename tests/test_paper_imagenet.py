@@ -615,6 +615,7 @@ def together(folder: Path, what: str, *arguments: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:gain_penalty")  # of which the network without norms has none
 def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The whole command; one of the two tells and writes."""
     made(tmp_path / "made")  # a batch of seven and a last one of five: shares of four and three, three and two

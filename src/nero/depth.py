@@ -41,8 +41,8 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
     It is counted while the model runs on the inputs, once and in the mode that it is in; its buffers and torch's random
     numbers are put back. Layers in a row count one each; of branches, the deepest counts. Where branches are added, as
     around a residual block, each counts by its share: of depths a and b and mean squares u and v, the sum has the
-    depth √((u a² + v b²) / (u + v)). The shares are those of the weights that are there: make the optimiser first, or
-    call :func:`nero.balance_`.
+    depth √((u a² + v b²) / (u + v)); what no layer has touched does not count. The shares are those of the weights
+    that are there: make the optimiser first, or call :func:`nero.balance_`.
 
     Args:
         model: whose layers to count.
@@ -101,6 +101,8 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
         place, what = known.get(id(tensor), (None, None))
         if what is None or place is None or place() is not tensor:
             what = _Signal(0.0, trained=False)
+        elif tensor.is_leaf:  # somebody has asked for its gradient on the way
+            return what
         if tensor.requires_grad and isinstance(what, _Signal) and not what.trained:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} comes from where torch's operations cannot be followed (a "
@@ -133,13 +135,15 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
         found = model(*inputs, **named)
     given = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
     signals = [what for what in map(recall, given) if isinstance(what, _Signal)]
-    return max((each.depth for each in signals), default=deepest)  # what cannot be opened has no deepest of its own
+    return max((each.depth for each in signals), default=0.0) or deepest  # of what it gave or, if that is closed, made
 
 
 def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], options: Any) -> _Signal | _Weights:
     """What an operation makes of what it is given."""
     signals = [each for each in seen if isinstance(each, _Signal)]
     neurons = any(isinstance(each, _Weights) and each.neurons for each in seen)
+    if not seen or name.startswith("new_") or name.endswith("_like"):  # made here, of nothing
+        return _Signal(0.0, trained=False)
     if not signals:
         return _Weights(neurons)
     trained = len(signals) < len(seen) or any(each.trained for each in signals)
@@ -147,8 +151,10 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
     if name not in _SUMS or len(given) < 2:
         return _Signal(depth, trained)
     depths = [each.depth if isinstance(each, _Signal) else float(each.neurons) for each in seen]
-    squares = [0.0, 0.0] if depths[0] == depths[1] else [_square(each) for each in given]
-    squares[1] *= float(options.get("alpha", 1)) ** 2
+    if depths[0] == depths[1] or not min(depths):  # a constant, an input or a bias leaves the other as deep as it was
+        return _Signal(max(depths), trained)
+    squares = [_square(each) for each in given]
+    squares[name != "rsub"] *= float(options.get("alpha", 1)) ** 2
     if not (total := sum(squares)) or not math.isfinite(total):
         return _Signal(max(depths), trained)
     shared = sum(square * each**2 for square, each in zip(squares, depths, strict=True)) / total
@@ -157,13 +163,13 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
 
 def _square(tensor: Tensor) -> float:
     """The mean square."""
-    with torch.no_grad():
-        return tensor.detach().double().square().mean().item() if tensor.numel() else 0.0
+    return tensor.detach().abs().float().square().mean().item() if tensor.numel() else 0.0
 
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Put back what a run changes: buffers and random numbers. And have every layer run as it stands."""
+    homes = [(module, dict(module._buffers)) for module in model.modules()]
     before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
     devices = {each.device for each in (*model.parameters(), *model.buffers()) if each.is_cuda}
@@ -178,8 +184,12 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch.set_autocast_cache_enabled(cached)
         with torch.no_grad():
+            for module, own in homes:
+                module._buffers.clear()
+                module._buffers.update(own)
             for buffer, value in before:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):  # lest a backward that is due find it changed
+                    buffer.data.copy_(value)
 
 
 class Asking(Protocol):
@@ -204,14 +214,16 @@ class Once:
     def __init__(self, model: nn.Module, asking: Asking, counted: Container[int]) -> None:
         self._asking: Any = weakref.ref(asking)
         self._counted, self._busy = counted, False
-        model.register_forward_pre_hook(self, with_kwargs=True)
+        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_asking": None, "_counted": (), "_busy": False}  # a copy of the model counts nothing
 
-    def __call__(self, model: nn.Module, inputs: Any, named: Any) -> None:
-        """Count; or, if nobody wants to know any more, be gone."""
-        if self._busy or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    def __call__(self, model: nn.Module, inputs: Any, named: Any = None) -> None:
+        """Count; or, if nobody wants to know any more, be gone. Without names it has gone while others were called."""
+        other = torch.compiler.is_compiling() or torch._C._is_tracing()
+        other = other or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        if self._busy or named is None or other or not torch.is_grad_enabled():
             return
         asking = self._asking() if self._asking is not None else None
         if asking is not None and asking._waits_for_depth(self._counted):

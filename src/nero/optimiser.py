@@ -325,7 +325,9 @@ class Nero(torch.optim.Optimizer):
                 {
                     **saved,
                     "backend": own["backend"],
-                    "depth": own["depth"] if saved.get("depth") == "auto" else saved.get("depth", 1.0),
+                    "depth": own["depth"]  # if it was counted already, that is kept
+                    if saved.get("depth") == "auto" and own["depth"] != 1
+                    else saved.get("depth", 1.0),
                 }
                 for saved, own in zip(incoming["param_groups"], self.param_groups, strict=True)
             ]

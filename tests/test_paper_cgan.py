@@ -312,7 +312,7 @@ def test_a_step_is_one_of_the_discriminator_and_one_of_the_generator_by_the_hing
 
 
 @pytest.mark.parametrize(
-    ("contender", "kills"), [("nero", range(6)), ("adam", range(6)), ("lamb", (0, 3)), ("sgd", (1, 4))]
+    ("contender", "kills"), [("nero", range(6)), ("adam", (2, 3)), ("lamb", (0, 5)), ("sgd", (1,))]
 )
 def test_killed_at_any_step_and_resumed_equals_undisturbed(contender, kills):
     whole = begin(contender)

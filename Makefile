@@ -3,7 +3,7 @@
 #   make test    format, lint, types, arrows, all tests
 #   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
 #   make paper   draw the paper's figures and fill its tables in docs/paper from the committed records
-#   make figures train the networks of docs/figures/watch.png and gains.png anew, and draw them; about five minutes
+#   make figures train the networks of docs/figures/watch.png and gains.png anew, and draw them
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready

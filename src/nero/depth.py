@@ -18,6 +18,8 @@ from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
 TRUST = 0.04
+#: What to do where no depth can be had.
+_INSTEAD = "give a learning rate as a number, or depth=... as you count it"
 #: Operations that add what two branches say.
 _SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 
@@ -78,7 +80,7 @@ def count(model: nn.Module, inputs: Any, named: Any, trained: Container[int] | N
     if not depth:
         raise ValueError(
             "no trained layer was found between the model's inputs and what it gives, so its depth is not known: "
-            "give a learning rate as a number, or depth=... as you count it"
+            + _INSTEAD
         )
     return depth
 
@@ -93,7 +95,7 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
 
     def learn(tensor: Tensor, what: _Signal | _Weights) -> None:
         nonlocal deepest
-        # weakly, lest all that the model makes be held; and with it the tensor, lest another get its number
+        # not held, lest all that the model makes be; yet referred to: another may get the number of one that is gone
         known[id(tensor)] = weakref.ref(tensor), what
         deepest = max(deepest, what.depth if isinstance(what, _Signal) else 0.0)
 
@@ -106,8 +108,7 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
         if tensor.requires_grad and isinstance(what, _Signal) and not what.trained:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} comes from where torch's operations cannot be followed (a "
-                "compiled or sharded model, a kernel of somebody's own), so the depth of the model is not known: give "
-                "a learning rate as a number, or depth=... as you count it"
+                f"compiled or sharded model, a kernel of somebody's own), so the model's depth is not known: {_INSTEAD}"
             )
         return what
 

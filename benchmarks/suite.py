@@ -3,7 +3,8 @@
 Times whole epochs (their data, steps and evaluation) of every task that learns from labels, and some seconds of steps
 of the GAN and of the game, in float32 and on a GPU in TF32 too; on a GPU also all cells of mnist-deep's search at once,
 in float32; and steps of mnist-deep done as the paper's script does them: a loader on the host, tensor by tensor,
-nothing captured. Writes benchmarks/results/suite-cuda.json or suite-cpu.json.
+nothing captured. Writes benchmarks/results/suite-cuda.json or suite-cpu.json; what is timed again takes the place of
+what an earlier record of the same machine has.
 """
 
 import argparse
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
     parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON goes")
+    parser.add_argument("--tasks", nargs="+", choices=TIMED + STEPPED, metavar="TASK", help="these alone")
     parser.add_argument("--epochs", type=int, default=2, help="timed of each, after one to warm up (2)")
     parser.add_argument("--share", type=float, help="of the data; without: all of it on a GPU, 1/100 on a CPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="of steps, of what is timed by steps (10)")
@@ -62,10 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
     precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
-    whole = {
-        name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in TIMED + STEPPED)
-    }
-    for name in TIMED:
+    asked = [name for name in TIMED + STEPPED if name in (arguments.tasks or TIMED + STEPPED)]
+    whole = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in asked)}
+    for name in (each for each in asked if each in TIMED):
         task = TASKS[name]
         data = part(whole[task.dataset], share, task.batch).to(device)
         times = whole[task.dataset].examples / data.examples
@@ -82,28 +83,40 @@ def main(argv: list[str] | None = None) -> int:
                 cells = [(optimiser, rate) for optimiser in task.contenders for rate in task.grid]
                 rows.append(time_cells(task, cells, data, precision, arguments.epochs, times))
                 console.print(f"{name}, all {len(cells)} cells: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
-    for name in STEPPED:
+    for name in (each for each in asked if each in STEPPED):
         for precision in precisions:
             data = whole[TASKS[name].dataset].to(device)
             rows.append(time_steps(TASKS[name], data, precision, arguments.seconds))
             console.print(f"{name}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
     console.print(table(rows))
-    record = {
+    told = {
         "date": date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
         "nero": nero.__version__,
         "threads": torch.get_num_threads(),
         "commit": commit(),
         "share": share,
         "epochs": arguments.epochs,
-        "rows": rows,
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"suite-{device.type}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    record = {"machine": machine(device), "torch": torch.__version__}
+    rows = earlier(path, record, rows) + [{**row, **told} for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
     console.print(f"written to {path}", soft_wrap=True)
     return 0
+
+
+def earlier(path: Path, record: dict[str, str], rows: list[Row]) -> list[Row]:
+    """The rows of an earlier record of the same machine and torch, but for what is timed again."""
+
+    def what(row: Row) -> tuple[Any, ...]:
+        return row["task"], row["precision"], row.get("side_by_side")
+
+    before = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    if any(before.get(key) != value for key, value in record.items()):
+        return []
+    again = {what(row) for row in rows}
+    return [row for row in before["rows"] if what(row) not in again]
 
 
 def time_cells(
@@ -123,6 +136,7 @@ def time_cells(
             times.append(time.perf_counter() - start)
             start = time.perf_counter()
     timed = statistics.median(times[1:])
+    begun = max(0.0, times[0] - timed)
     return {
         "task": task.name,
         "optimiser": cells[0][0] if len(cells) == 1 else "all",
@@ -130,8 +144,8 @@ def time_cells(
         "side_by_side": len(cells),
         "seconds_an_epoch": round(larger * timed, 4),
         "milliseconds_a_step": round(1e3 * timed / trainings[0].steps_an_epoch, 3),
-        "seconds_to_begin": round(times[0] - timed, 2),
-        "seconds_in_full": round(larger * timed * task.epochs + times[0] - timed, 1),
+        "seconds_to_begin": round(begun, 2),
+        "seconds_in_full": round(larger * timed * task.epochs + begun, 1),
     }
 
 

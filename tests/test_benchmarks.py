@@ -219,6 +219,24 @@ def test_the_suites_times_are_recorded(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("small_suite")
+def test_a_task_that_is_timed_again_leaves_the_others_of_the_same_machine_alone(tmp_path: Path):
+    asked = ["--device", "cpu", "--out", str(tmp_path), "--share", "0.1", "--epochs", "1", "--tasks", "translation"]
+    assert suite.main(asked) == 0
+    path = tmp_path / "suite-cpu.json"
+    found = json.loads(path.read_text())
+    other = {**found["rows"][0], "task": "wikitext2"}
+    path.write_text(json.dumps({**found, "rows": [{**found["rows"][0], "seconds_in_full": -1}, other]}))
+    assert suite.main(asked) == 0
+    rows = {row["task"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["wikitext2", "translation"]
+    assert rows["wikitext2"] == other
+    assert rows["translation"]["seconds_in_full"] > 0
+    path.write_text(json.dumps({**found, "torch": "1.0", "rows": [other]}))
+    assert suite.main(asked) == 0
+    assert [row["task"] for row in json.loads(path.read_text())["rows"]] == ["translation"]
+
+
+@pytest.mark.usefixtures("small_suite")
 def test_cells_side_by_side_are_timed_together():
     task = suite.TASKS["mnist-deep"]
     data = suite.load("mnist", None)

@@ -295,6 +295,7 @@ def test_nothing_waits_until_a_number_is_asked_for():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_a_gpu():
     model = network().cuda()
     optimiser = nero.Nero(model)

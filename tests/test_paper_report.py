@@ -341,6 +341,8 @@ def test_what_is_of_another_thing_than_the_papers_is_not_compared():
     assert "22.50" not in tables.of_task("imagenet", mixed)["seeds"]
     assert tables.of_task("imagenet", mixed)["precision"] == "No run was made in more than one precision."
     assert "(on tiny-imagenet)" in tables.index(Runs(made))
+    named = [record("imagenet", "nero-tuned", 0.02, 0, 0.6, data="cats-3-classes-1200-images-of-64-0123abcd")]
+    assert "(on cats (3 classes, 1,200 images))" in tables.index(Runs(named))
     words = tables.table_1(Runs([]))
     assert "Atari Pong, PPO" in words
     assert "imagenet" not in words.lower()

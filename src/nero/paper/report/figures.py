@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullLo
 
 from nero.paper.record import write_whole
 from nero.paper.report.published import Final, Measure, Published, all_published
-from nero.paper.report.runs import Run, Runs, name_of
+from nero.paper.report.runs import Run, Runs, called, name_of
 
 GREY = "#555555"
 CHANCE = 100 * 6742 / 60000  # ones, the commonest digit that MNIST trains on
@@ -165,7 +165,8 @@ def _errors(facts: Published, runs: Runs) -> Figure:
                 _stored(axes, entry, facts)
         _log_error(axes, entries, measure, facts)
         name = runs.stand_in(facts.task)
-        words += ", by Nero's constraints" if entries[0].name in short.values() else f" on {name}" if name else ""
+        words += ", by Nero's constraints" if entries[0].name in short.values() else ""
+        words += f" on {called(name).partition(' (')[0]}" if name else ""
         _dress(axes, "epoch", words)
     _say_if_empty(panels[0], entries)
     if not facts.curves and facts.comparable:
@@ -383,9 +384,10 @@ def _log_error(axes: Axes, entries: list[Entry], measure: Measure, facts: Publis
     """Errors from a fraction of a per cent to chance, or perplexities, on one axis."""
     claimed, shares = measure == facts.measure, measure.endswith("error")
     printed = [entry.row.mean for entry in entries if facts.comparable] if claimed or not shares else []
-    printed = printed or [10.0]
     stored = [value for curve in facts.curves for value in curve.values] if claimed else []
-    shown = [value for value in (*_values(entries, measure), *stored) if 0 < value < math.inf] + printed
+    taken = [value for value in (*_values(entries, measure), *stored) if 0 < value < math.inf]
+    printed = printed or ([] if taken and not facts.comparable else [10.0])
+    shown = taken + printed
     axes.set_yscale("log", nonpositive="clip")
     top = 100.0 if shares else max(shown)
     if claimed or not shares:  # the first epochs matter less than a view of where the curves end
@@ -394,7 +396,8 @@ def _log_error(axes: Axes, entries: list[Entry], measure: Measure, facts: Publis
     bottom = max(0.005, (0.8 if shares else 0.9) * min(shown))
     axes.set_ylim(bottom, max(top, 1.5 * bottom))
     axes.xaxis.set_major_locator(MultipleLocator(5 if facts.epochs < 50 else 20 if facts.epochs <= 100 else 50))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if top / bottom > 20 else (1, 1.5, 2, 3, 5, 7)))
+    ticks = (1, 2, 5) if top / bottom > 20 else (1, 1.5, 2, 3, 5, 7) if top / bottom > 4 else range(1, 10)
+    axes.yaxis.set_major_locator(LogLocator(subs=ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlim(0, 1.02 * facts.epochs)
     if shares:

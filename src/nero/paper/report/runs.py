@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -148,6 +149,12 @@ class Runs:
                 long = [run.until(epoch) for run in group.values() if run.epochs >= epoch]
                 found.append(sorted(long, key=_worth, reverse=True))
         return sorted(found, key=lambda group: _order(group[0]))
+
+
+def called(data: str) -> str:
+    """A data set as people would call it, without what tells its files from others'."""
+    found = re.fullmatch(r"(.+)-(\d+)-classes-(\d+)-images-of-\d+-[0-9a-f]{8}", data)
+    return f"{found[1]} ({int(found[2]):,} classes, {int(found[3]):,} images)" if found else data
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from nero.paper.report.published import Final, Measure, Published, all_published
-from nero.paper.report.runs import Run, Runs, mean_and_spread, name_of
+from nero.paper.report.runs import Run, Runs, called, mean_and_spread, name_of
 
 SEEDS = (0, 1, 2)
 NOT_RUN = "not run"
@@ -92,7 +92,7 @@ def seeds(facts: Published, runs: Runs) -> str:
     theirs = (facts.whose, "difference", "in spreads") if facts.comparable else (f"{facts.whose}: {facts.other}",)
     header = (_who(facts), "rate", *(f"seed {seed}" for seed in numbers), "ours")
     name = runs.stand_in(facts.task)
-    told = f"On {name}, a stand-in for {facts.task}.\n\n" if name else ""
+    told = f"On {called(name)}, a stand-in for {facts.task}.\n\n" if name else ""
     return told + _markdown((*header, *theirs, "precision"), lines)
 
 
@@ -159,7 +159,7 @@ def every_run(facts: Published, runs: Runs) -> str:
     if any("test_fid" in run.curves for run in found):
         more["FID to test images"] = lambda run: _end(run, "test_fid") if "test_fid" in run.curves else "-"
     if any(run.data is not None for run in found):
-        more["data"] = lambda run: run.data or facts.task
+        more["data"] = lambda run: called(run.data or facts.task)
     header = (_who(facts), "rate", "seed", "precision", *_measures(facts).values(), *more)
     lines = [(*_line(facts, run), *(tell(run) for tell in more.values()), *_made(run)) for run in found]
     table = _markdown((*header, "seconds", "side by side", "device"), lines) if found else NOT_RUN
@@ -207,7 +207,7 @@ def _ours(facts: Published, runs: Runs, row: Final) -> str:
 def _on(facts: Published, runs: Runs, text: str) -> str:
     """The text, and the stand-in that it is of, if it is of one."""
     name = runs.stand_in(facts.task)
-    return f"{text} (on {name})" if name else text
+    return f"{text} (on {called(name)})" if name else text
 
 
 def _none(facts: Published, runs: Runs) -> str:

@@ -32,6 +32,8 @@ RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 #: What "auto" is tried with besides what it is.
 TRUSTS = tuple(sorted({0.01, 0.02, 0.04, 0.08, 0.16, TRUST}))
 EPOCHS = 5
+#: What is below so many per cent, after so few epochs, has not begun to learn.
+CHANCE = 25.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,25 +106,32 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     table = Table(title=f'Perceptrons after {EPOCHS} epochs: "auto" (trust {TRUST:g}) beside the best of the grid')
     for column in ("layers", "best rate", "train accuracy, %", "auto's rate", "train accuracy, %", "difference"):
         table.add_column(column, justify="right")
-    picture, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    picture, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     colours = plt.get_cmap("viridis")
     for place, (count, each) in enumerate(found.items()):
         colour = colours(place / max(1, len(found) - 1) * 0.9)
         best = max(each["nero"], key=lambda rate: each["nero"][rate])
-        axes[0].plot(each["nero"].keys(), each["nero"].values(), "o-", color=colour, label=f"{count} layers")
-        axes[0].plot(TRUST / count, each["auto"][TRUST], "*", color=colour, markersize=16, markeredgecolor="black")
-        lost = [max(each["nero"].values()) - value for value in each["auto"].values()]
-        axes[1].plot(each["auto"].keys(), lost, "o-", color=colour, label=f"{count} layers")
+        name = f"{count} layers" + ("" if each["nero"][best] > CHANCE else ", all near chance")
+        left.plot(each["nero"].keys(), [100 - value for value in each["nero"].values()], "o-", color=colour, label=name)
+        star = {"color": colour, "markersize": 16, "markeredgecolor": "black"}
+        left.plot(TRUST / count, 100 - each["auto"][TRUST], "*", **star)
+        lost = [each["nero"][best] - value for value in each["auto"].values()]
+        right.plot(each["auto"].keys(), lost, "o-" if each["nero"][best] > CHANCE else "o:", color=colour)
         row = (best, each["nero"][best], TRUST / count, each["auto"][TRUST], each["auto"][TRUST] - each["nero"][best])
         table.add_row(str(count), f"{row[0]:g}", f"{row[1]:.2f}", f"{row[2]:.2g}", f"{row[3]:.2f}", f"{row[4]:+.2f}")
-    axes[0].set(xscale="log", xlabel="learning rate", title='Train accuracy, %; a star is "auto"')
-    axes[1].set(xscale="log", xlabel="trust: the rate times the depth", title="Points below the best rate of the grid")
-    axes[1].axvline(TRUST, color="grey", linestyle="--")
-    axes[1].axhline(1, color="grey", linestyle=":")
-    axes[1].set_ylim(-0.5, 10)
-    for each in axes:
-        each.legend(frameon=False)
+    left.set(
+        xscale="log", yscale="log", xlabel="learning rate", title='Train error after five epochs; a star is "auto"'
+    )
+    left.yaxis.set_major_formatter("{x:g} %")
+    right.set(xscale="log", xlabel="trust: the rate times the depth", title="Points below the best rate of the grid")
+    right.set_xticks(TRUSTS, [f"{trust:g}" for trust in TRUSTS])
+    right.minorticks_off()
+    right.axvline(TRUST, color="grey", linestyle="--")
+    right.axhline(1, color="grey", linestyle=":")
+    right.set_ylim(-0.7, 8)
+    for each in (left, right):
         each.grid(alpha=0.3)
+    picture.legend(loc="outside upper center", ncols=len(found), frameon=False)
     figure.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(figure, dpi=160)
     plt.close(picture)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import auto
@@ -283,6 +284,21 @@ def test_the_times_that_are_listed_are_recorded():
             assert task.seconds[place] == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), (name, device)
 
 
+def test_the_page_on_auto_has_the_perceptrons_of_the_records():
+    root = Path(bench.__file__).parent
+    page = (root.parent / "docs/auto.md").read_text()
+    lines = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    assert [int(layers) for layers, _ in lines] == list(auto.LAYERS)
+    records = read_records(root / "results/auto")
+    for layers, rest in lines:
+        found = auto.accuracies(records, int(layers))
+        best = max(found["nero"], key=lambda rate: found["nero"][rate])
+        ours, theirs = found["auto"][auto.TRUST], found["nero"][best]
+        told = (best, theirs, auto.TRUST / int(layers), ours, ours - theirs)
+        assert [float(each) for each in rest.split(" | ")] == pytest.approx(told, abs=0.006)
+        assert ours > theirs - 1
+
+
 def test_the_cost_of_watching_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(watching, "EVERY", 2)
     assert watching.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]) == 0
@@ -321,11 +337,11 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     places = ["--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "auto.png")]
     assert auto.main(["depths", "mnist-deep", "draw", "--layers", "2", "3", "--epochs", "1", *places]) == 0
     found = {(each["task"], each["optimiser"], each["lr"]): each for each in read_records(tmp_path)}
-    runs = (("nero", 0.001), ("nero", 0.01), ("auto", 0.04))
+    runs = (("nero", 0.001), ("nero", 0.01), ("auto", auto.TRUST))
     ran = {(f"perceptron-{count}", *run) for count in (2, 3) for run in runs}
-    assert set(found) == {*ran, ("mnist-deep", "auto", 0.04)}
-    assert found["mnist-deep", "auto", 0.04]["options"] == {"depth": "auto"}
+    assert set(found) == {*ran, ("mnist-deep", "auto", auto.TRUST)}
+    assert found["mnist-deep", "auto", auto.TRUST]["options"] == {"depth": "auto"}
     assert (tmp_path / "auto.png").stat().st_size > 10_000
-    assert "0.013" in capsys.readouterr().out  # what is left of 0.04 for each of three layers
+    assert "0.027" in capsys.readouterr().out  # what is left of 0.08 for each of three layers
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
-TRUST = 0.04
+TRUST = 0.08
 #: What to do where no depth can be had.
 _INSTEAD = "give a learning rate as a number, or depth=... as you count it"
 #: Operations that add what two branches say.

@@ -67,7 +67,7 @@ class Nero(torch.optim.Optimizer):
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
             of one element (then ``torch.compile`` does not recompile when it changes). ``"auto"`` is short for
-            ``lr=0.04, depth="auto"``: an angle that is smaller the deeper the module is.
+            ``lr=0.08, depth="auto"``: an angle that is smaller the deeper the module is.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
@@ -273,7 +273,7 @@ class Nero(torch.optim.Optimizer):
                 raise RuntimeError(
                     f"the depth of the model is not known yet{self._unknown}: run it as a whole before the first step, "
                     "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded; or "
-                    "give the depth, as in nero.Nero(model, lr=0.04, depth=nero.depth_of(model, inputs))"
+                    "give the depth, as in nero.Nero(model, lr=0.08, depth=nero.depth_of(model, inputs))"
                 )
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)

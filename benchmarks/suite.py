@@ -158,9 +158,10 @@ def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> R
     clock = Clock(data.device)
     clock.burst(training.advance, 16)
     begun, done, before = time.perf_counter() - start, training.steps_done, time.perf_counter()
-    while (taken := time.perf_counter() - before) < seconds:
-        clock.burst(training.advance, 16)
-    step = taken / (training.steps_done - done)
+    while time.perf_counter() - before < seconds:
+        training.advance()  # which waits for the device if and when a run does
+    clock.wait()
+    step = (time.perf_counter() - before) / (training.steps_done - done)
     return {
         "task": task.name,
         "optimiser": first,

@@ -24,5 +24,5 @@ task = Task(
     batch=20,
     schedule=drop(0.1, at=(10,)),
     metric="valid_loss",
-    seconds=(111, 47_500),
+    seconds=(123, 47_500),
 )

@@ -97,20 +97,20 @@ def language_model(
 
 
 class Taken(torch.autograd.Function):
-    """A choice along axis 1 whose gradient is one too: by where everything that has a gradient was put."""
+    """A choice of rows whose gradient is one too: by where everything that has a gradient was put."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, chosen: Tensor, put: Tensor) -> Tensor:
         ctx.save_for_backward(put)
-        return values.index_select(1, chosen)
+        return values.index_select(0, chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(1, *ctx.saved_tensors), None, None
+        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
 
 
 class Layout:
-    """How the words of some sentences lie: in a line, all behind each other, or in a row for each sentence.
+    """How the words of some sentences lie: in a line, all behind each other, or in a row for each sentence and head.
 
     Rows are filled up with blanks, more than half of all: so what is done to each word by itself is done in the line,
     and words look at each other in rows. No gradient comes to blanks, nor to what they are in the line.
@@ -119,22 +119,26 @@ class Layout:
         shape: of the rows, (N, L).
         places: of the words in the line, as places in all rows behind each other. Unless all are among them, the
             last is a blank's, and stands for all that are not.
+        heads: that a word is split between.
     """
 
-    def __init__(self, shape: torch.Size, places: Tensor) -> None:
-        self.shape, self.places = shape, places
-        line = torch.arange(len(places), device=places.device)
-        self._order = line[-1].repeat(shape.numel()).index_copy_(0, places, line)
+    def __init__(self, shape: torch.Size, places: Tensor, heads: int) -> None:
+        self.shape = (heads, *shape)
+        line, head = (torch.arange(count, device=places.device) for count in (len(places), heads))
+        order = line[-1].repeat(shape.numel()).index_copy_(0, places, line)
+        self._in_rows = (order * heads + head[:, None]).flatten()  # where it is in the line that comes there
+        self._in_line = (places[:, None] + shape.numel() * head).flatten()  # and the other way round
 
-    def rows(self, line: Tensor, heads: int) -> Tensor:
-        """What belongs to the words of a line, for each of so many heads, in rows."""
-        split = line.view(len(line), heads, -1).transpose(0, 1)
-        return Taken.apply(split, self._order, self.places).unflatten(1, self.shape)  # type: ignore[no-any-return, no-untyped-call]
+    def rows(self, line: Tensor) -> Tensor:
+        """What belongs to the words of a line, split between heads, in rows: (heads, N, L, width)."""
+        heads = self.shape[0]
+        found = Taken.apply(line.view(len(line) * heads, -1), self._in_rows, self._in_line)  # type: ignore[no-untyped-call]
+        return found.view(*self.shape, -1)  # type: ignore[no-any-return]
 
     def line(self, rows: Tensor) -> Tensor:
         """Back to the line, what belongs to all heads together."""
-        found = Taken.apply(rows.flatten(1, 2), self.places, self._order)  # type: ignore[no-untyped-call]
-        return found.transpose(0, 1).flatten(1)  # type: ignore[no-any-return]
+        found = Taken.apply(rows.flatten(0, 2), self._in_line, self._in_rows)  # type: ignore[no-untyped-call]
+        return found.view(-1, self.shape[0] * rows.shape[-1])  # type: ignore[no-any-return]
 
 
 class Heads(nn.Module):
@@ -142,14 +146,14 @@ class Heads(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.scale = math.sqrt(width // heads)
         self.queries, self.keys, self.values, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.dropout = Dropout(dropout)
 
     def forward(self, ours: Tensor, our_layout: Layout, theirs: Tensor, layout: Layout, hidden: Tensor) -> Tensor:
-        queries = our_layout.rows(self.queries(ours), self.heads)
-        keys, values = (layout.rows(layer(theirs), self.heads) for layer in (self.keys, self.values))
-        scores = queries @ keys.mT / math.sqrt(queries.shape[-1])
+        queries = our_layout.rows(self.queries(ours))
+        keys, values = (layout.rows(layer(theirs)) for layer in (self.keys, self.values))
+        scores = queries @ keys.mT / self.scale
         shares = self.dropout(scores.masked_fill(hidden, -1e9).softmax(-1))  # not -inf: a sentence may be all blanks
         return self.out(our_layout.line(shares @ values))  # type: ignore[no-any-return]
 
@@ -200,6 +204,7 @@ class Translator(nn.Module):
         scaled: bool = False,
     ) -> None:
         super().__init__()
+        self.heads = heads
         self.embedding = Embedding(words, width, longest, dropout, scaled)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.encoder = nn.ModuleList(Layer(width, heads, hidden, dropout, 1) for _ in range(layers))
@@ -253,7 +258,7 @@ class Translator(nn.Module):
         if places is None:
             places = torch.arange(words.numel(), device=words.device)
         line = self.embedding(words.flatten()[places], places % words.shape[1])
-        return self.norm(line), Layout(words.shape, places)
+        return self.norm(line), Layout(words.shape, places, self.heads)
 
     @torch.no_grad()
     def translate(self, source: Tensor, begin: int, end: int, longest: int) -> Tensor:

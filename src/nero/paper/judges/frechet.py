@@ -7,31 +7,35 @@ from torch import Tensor
 
 
 class Gaussian(NamedTuple):
-    """A mean (D,) and a square root of a covariance (D, D), in float64 on the CPU."""
+    """A mean (D,) and a square root of a covariance (D, D), in float64."""
 
     mean: Tensor
     root: Tensor
 
     @classmethod
     def of(cls, mean: Tensor, covariance: Tensor) -> Self:
-        """From a covariance, of any rank."""
-        values, vectors = torch.linalg.eigh(covariance.double().cpu())
+        """From a covariance, of any rank, on whose device all of it stays."""
+        values, vectors = torch.linalg.eigh(covariance.double())
         rounding = len(values) * torch.finfo(values.dtype).eps * values[-1]
         values = torch.where(values > rounding, values, 0)  # the root of what rounding left of a zero would be large
-        return cls(mean.double().cpu(), (vectors * values.sqrt()) @ vectors.mT)
+        return cls(mean.double(), (vectors * values.sqrt()) @ vectors.mT)
 
     def distance(self, other: "Gaussian") -> float:
         r"""The (squared) Fréchet distance.
 
         It is :math:`\|m - m'\|^2 + \mathrm{tr}(C + C' - 2 (C^{1/2} C' C^{1/2})^{1/2})`, whose last trace is the sum of
-        the singular values of :math:`C^{1/2} C'^{1/2}`, and is taken so: of that no second root need be taken.
+        the singular values of :math:`C^{1/2} C'^{1/2}`, and is taken so: of that no second root need be taken. They are
+        the positive eigenvalues of a symmetric matrix twice as wide, which a GPU finds sooner, and as exactly.
 
         Example:
             >>> one, two = Gaussian.of(torch.zeros(2), torch.eye(2)), Gaussian.of(torch.ones(2), 4 * torch.eye(2))
             >>> round(one.distance(two), 12)
             4.0
         """
-        shared = torch.linalg.svdvals(self.root @ other.root).sum()
+        wide = 2 * len(self.mean)
+        both = self.root.new_zeros(wide, wide)
+        both[wide // 2 :, : wide // 2] = self.root @ other.root  # eigvalsh reads what is below the diagonal
+        shared = torch.linalg.eigvalsh(both).clamp(min=0).sum()
         apart = (self.mean - other.mean).square().sum()
         spread = self.root.square().sum() + other.root.square().sum()
         return max(0.0, float(apart + spread - 2 * shared))

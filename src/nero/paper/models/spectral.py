@@ -30,13 +30,16 @@ class SpectralNorm(nn.Module):
         self.register_buffer("u", F.normalize(torch.randn(rows), dim=0))
 
     def forward(self, weight: Tensor) -> Tensor:
-        matrix = weight.flatten(1)
+        matrix = weight.movedim(1, -1).flatten(1)  # of a weight in channels last, a view; the columns' order is nothing
         with torch.no_grad():
-            v = F.normalize(matrix.mT @ self.u, dim=0)
-            u = F.normalize(matrix @ v, dim=0)
-            if self.training:
-                self.u.copy_(u)
-        return weight / (u @ (matrix @ v))
+            v = matrix.mT @ self.u
+            v /= torch.linalg.vector_norm(v)
+        stretched = matrix @ v
+        largest = torch.linalg.vector_norm(stretched)  # u @ matrix @ v, since this is along u, as is the gradient
+        if self.training:
+            with torch.no_grad():
+                torch.div(stretched, largest, out=self.u)
+        return weight / largest
 
 
 def spectral(layer: Layer) -> Layer:

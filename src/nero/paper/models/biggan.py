@@ -57,7 +57,7 @@ class Generator(nn.Module):
     def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
         first, *others = torch.split(noise, self.chunk, dim=1)
         said = F.embedding(labels, self.classes.weight.mT) + self.classes.bias  # of a one and many zeros
-        hidden = self.first(first).unflatten(1, (-1, FIRST, FIRST))
+        hidden = self.first(first).unflatten(1, (-1, FIRST, FIRST)).contiguous(memory_format=torch.channels_last)
         for block, chunk in zip(self.blocks, others, strict=True):
             if block is self.blocks[-1]:
                 hidden = self.attention(hidden)

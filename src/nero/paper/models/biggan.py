@@ -140,9 +140,12 @@ class Attention(nn.Module):
         self.out = spectral(nn.Conv2d(half, channels, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        queries = self.queries(inputs).flatten(2).mT
-        keys, values = (F.max_pool2d(look(inputs), 2).flatten(2) for look in (self.keys, self.values))
-        seen = torch.softmax(queries @ keys, dim=-1) @ values.mT
+        looks = (self.queries, self.keys, self.values)  # all at once
+        weights, biases = (torch.cat([getattr(look, name) for look in looks]) for name in ("weight", "bias"))
+        few, half = self.keys.out_channels, self.values.out_channels
+        queries, others = torch.split(F.conv2d(inputs, weights, biases), [few, few + half], dim=1)
+        keys, values = torch.split(F.max_pool2d(others, 2).flatten(2), [few, half], dim=1)
+        seen = torch.softmax(queries.flatten(2).mT @ keys, dim=-1) @ values.mT
         looked: Tensor = self.out(torch.unflatten(seen.mT, 2, inputs.shape[2:]))
         return inputs + looked
 

@@ -260,6 +260,26 @@ def test_spectral_norm_divides_by_the_largest_singular_value(layer):
     assert not torch.equal(vector, kept)
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("make", [partial(nn.Linear, 7, 5), partial(nn.Conv2d, 4, 6, 3), partial(nn.Embedding, 9, 4)])
+def test_spectral_norm_makes_a_step_a_pass_and_holds_its_vectors_in_gradients(make, memory_format):
+    torch.manual_seed(0)
+    layer = spectral(make()).double().to(memory_format=memory_format)
+    original, kept = layer.parametrizations.weight.original, layer.parametrizations.weight[0].u
+    nn.init.normal_(original)
+    matrix, u = original.flatten(1), kept.clone()
+    for _ in range(3):
+        with torch.no_grad():
+            v = F.normalize(u @ matrix, dim=0)
+            u = F.normalize(matrix @ v, dim=0)
+        ours, wanted = layer.weight, original / (u @ matrix @ v)
+        torch.testing.assert_close(ours, wanted)
+        torch.testing.assert_close(kept, u)
+        direction = torch.randn_like(original)
+        grads = [torch.autograd.grad(seen, original, direction, retain_graph=True)[0] for seen in (ours, wanted)]
+        torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("contender", TINY.contenders)
 def test_both_networks_train(contender, tmp_path):
     training = begin(contender)

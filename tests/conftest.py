@@ -1,5 +1,6 @@
 """Shared settings of the tests."""
 
+import gc
 import os
 
 import hypothesis
@@ -32,6 +33,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What cannot run here is left out, and not reported as skipped: gpu without one, float64 by Triton's kernels."""
     items[:] = [item for item in items if _can_run(item)]
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: whoever collects garbage need not look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _can_run(item: pytest.Item) -> bool:

@@ -21,7 +21,7 @@ hypothesis.settings.register_profile(
     "nero",
     derandomize=True,
     deadline=None,
-    max_examples=150,
+    max_examples=100,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("nero")

@@ -522,28 +522,27 @@ def test_resumed_weights_are_the_same_bits(tmp_path):
 
 
 def test_a_process_killed_by_the_system_goes_on(tmp_path):
-    script = tmp_path / "run.py"
+    script, stopped = tmp_path / "run.py", tmp_path / "killed"
     script.write_text(
         "import sys; from pathlib import Path; from dataclasses import replace\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from test_paper import TINY, Watch, made; from nero.paper import sweep; from nero.paper.record import Store\n"
         "import time; sweep.PAUSE = sweep.SHARE = 0.0\n"
-        "slow = Watch(); slow.stepped = lambda training: time.sleep(float(sys.argv[2]))\n"
+        "slow = Watch(); slow.stepped = lambda _: time.sleep(0.2)\n"
         "sweep.train(TINY, [TINY.settings('nero')], made(), Store(Path(sys.argv[1])), slow)\n"
     )
-    for folder, pause in (("whole", "0"), ("killed", "0.2")):
-        process = subprocess.Popen([sys.executable, script, tmp_path / folder, pause])
-        if folder == "killed":
-            deadline = time.monotonic() + 60
-            while not (tmp_path / "killed/tiny/nero-lr0.01-seed0.checkpoint").exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
-            process.send_signal(signal.SIGKILL)
-            assert process.wait() == -signal.SIGKILL
-            assert not list((tmp_path / "killed").rglob("*.json"))
-            process = subprocess.Popen([sys.executable, script, tmp_path / folder, "0"])
-        assert process.wait() == 0
-    whole, killed = (read_records(tmp_path / folder) for folder in ("whole", "killed"))
-    assert [result(each) for each in killed] == [result(each) for each in whole]
+    process = subprocess.Popen([sys.executable, script, stopped])
+    deadline = time.monotonic() + 60
+    while not (stopped / "tiny/nero-lr0.01-seed0.checkpoint").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not list(stopped.rglob("*.json"))
+    runs, watch = [TINY.settings("nero")], Watch()
+    (resumed,) = train(TINY, runs, made(), Store(stopped), watch)
+    assert watch.begun_at[0] > 0
+    (whole,) = train(TINY, runs, made(), Store(tmp_path / "whole"), Watch())
+    assert result(resumed) == result(whole)
 
 
 def test_what_is_done_is_let_go_before_the_next_begins(tmp_path):

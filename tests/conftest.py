@@ -14,6 +14,7 @@ if INTERPRETED:
 
 from nero.backends import cpu, foreach, has  # noqa: E402
 
+MANY_CASES = ("test_backends", "test_properties")
 LIBRARIES = [name for name in ("numba", "triton") if has(name)]
 
 # examples are derived from the test alone: a run today is the run of tomorrow
@@ -31,8 +32,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What cannot run here is left out, and not reported as skipped: gpu without one, float64 by Triton's kernels."""
+    """What cannot run here is left out, and not reported as skipped: gpu without one, float64 by Triton's kernels.
+
+    Nor does coverage look on where interpreted kernels have many cases to go through, each by the same lines: it makes
+    them three times as slow.
+    """
     items[:] = [item for item in items if _can_run(item)]
+    for item in items:
+        if INTERPRETED and _given(item).get("backend") == "triton" and item.path.stem in MANY_CASES:
+            item.add_marker(pytest.mark.no_cover)
 
 
 def pytest_collection_finish() -> None:
@@ -42,13 +50,17 @@ def pytest_collection_finish() -> None:
 
 
 def _can_run(item: pytest.Item) -> bool:
-    given = item.callspec.params if hasattr(item, "callspec") else {}
+    given = _given(item)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         return False
     if given.get("backend") != "triton":
         return True
     here = "cpu" if INTERPRETED else "cuda"
     return given.get("device", "cpu") == here and given.get("dtype") != torch.float64
+
+
+def _given(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def few(backend: str, many: int, enough: int = 20) -> int:

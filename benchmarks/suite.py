@@ -33,7 +33,7 @@ from nero.paper.data.corpus import Rows
 from nero.paper.data.pairs import Sentences
 from nero.paper.loops.supervised import Supervised
 from nero.paper.protocol import Precision, Task
-from nero.paper.record import commit
+from nero.paper.record import commit, write_whole
 from nero.paper.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     if not 1 <= arguments.epochs <= most:
         parser.error(f"--epochs must be from 1 to {most}, but it is {arguments.epochs}")
     device = torch.device(arguments.device)
+    record = {"machine": machine(device), "torch": torch.__version__}
+    path = arguments.out / f"suite-{device.type}.json"
+    before = earlier(path, record)
+    if before is None and arguments.tasks:
+        parser.error(
+            f"{path} is broken, or of another machine or torch: name another folder by --out, or time all tasks"
+        )
     share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
     console = Console(width=None if sys.stdout.isatty() else 120)
     rows: list[Row] = []
@@ -97,26 +104,30 @@ def main(argv: list[str] | None = None) -> int:
         "share": share,
         "epochs": arguments.epochs,
     }
-    path = arguments.out / f"suite-{device.type}.json"
-    record = {"machine": machine(device), "torch": torch.__version__}
-    rows = earlier(path, record, rows) + [{**row, **told} for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**record, "rows": rows}, indent=1) + "\n")
+    again = {_what(row) for row in rows}
+    rows = [row for row in before or [] if _what(row) not in again] + [{**row, **told} for row in rows]
+    text = json.dumps({**record, "rows": rows}, indent=1) + "\n"
+    write_whole(path, lambda file: file.write(text.encode()))
     console.print(f"written to {path}", soft_wrap=True)
     return 0
 
 
-def earlier(path: Path, record: dict[str, str], rows: list[Row]) -> list[Row]:
-    """The rows of an earlier record of the same machine and torch, but for what is timed again."""
-
-    def what(row: Row) -> tuple[Any, ...]:
-        return row["task"], row["precision"], row.get("side_by_side")
-
-    before = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    if any(before.get(key) != value for key, value in record.items()):
+def earlier(path: Path, record: dict[str, str]) -> list[Row] | None:
+    """The rows that there are of the same machine and torch; None if those there are of others, or cannot be read."""
+    if not path.exists():
         return []
-    again = {what(row) for row in rows}
-    return [row for row in before["rows"] if what(row) not in again]
+    try:
+        before = json.loads(path.read_text())
+        same = all(before[key] == value for key, value in record.items())
+        rows: list[Row] = [row for row in before["rows"] if _what(row)]
+        return rows if same else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _what(row: Row) -> tuple[str, str, int | None]:
+    """What a row is of."""
+    return row["task"], row["precision"], row.get("side_by_side")
 
 
 def time_cells(

@@ -32,7 +32,7 @@ RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 #: What "auto" is tried with besides what it is.
 TRUSTS = tuple(sorted({0.01, 0.02, 0.04, 0.08, 0.16, TRUST}))
 EPOCHS = 5
-#: What is below so many per cent, after so few epochs, has not begun to learn.
+#: What is below so many per cent in the end has hardly begun to learn.
 CHANCE = 25.0
 
 
@@ -111,19 +111,23 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     for place, (count, each) in enumerate(found.items()):
         colour = colours(place / max(1, len(found) - 1) * 0.9)
         best = max(each["nero"], key=lambda rate: each["nero"][rate])
-        name = f"{count} layers" + ("" if each["nero"][best] > CHANCE else ", all near chance")
+        begun = each["nero"][best] > CHANCE
+        name = f"{count} layers" + ("" if begun else ", which have hardly begun to learn")
         left.plot(each["nero"].keys(), [100 - value for value in each["nero"].values()], "o-", color=colour, label=name)
         star = {"color": colour, "markersize": 16, "markeredgecolor": "black"}
         left.plot(TRUST / count, 100 - each["auto"][TRUST], "*", **star)
-        lost = [each["nero"][best] - value for value in each["auto"].values()]
-        right.plot(each["auto"].keys(), lost, "o-" if each["nero"][best] > CHANCE else "o:", color=colour)
+        if begun:
+            lost = [each["nero"][best] - value for value in each["auto"].values()]
+            right.plot(each["auto"].keys(), lost, "o-", color=colour)
         row = (best, each["nero"][best], TRUST / count, each["auto"][TRUST], each["auto"][TRUST] - each["nero"][best])
         table.add_row(str(count), f"{row[0]:g}", f"{row[1]:.2f}", f"{row[2]:.2g}", f"{row[3]:.2f}", f"{row[4]:+.2f}")
     left.set(
         xscale="log", yscale="log", xlabel="learning rate", title='Train error after five epochs; a star is "auto"'
     )
     left.yaxis.set_major_formatter("{x:g} %")
-    right.set(xscale="log", xlabel="trust: the rate times the depth", title="Points below the best rate of the grid")
+    right.set(
+        xscale="log", xlabel="trust: the rate times the depth", title="Points below the best of the grid, up to 8"
+    )
     right.set_xticks(TRUSTS, [f"{trust:g}" for trust in TRUSTS])
     right.minorticks_off()
     right.axvline(TRUST, color="grey", linestyle="--")
@@ -138,12 +142,12 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     console.print(table)
 
 
-def accuracies(records: list[dict[str, Any]], layers: int) -> dict[str, dict[float, float]]:
-    """The last train accuracy of perceptrons of so many layers, in per cent, by contender and rate."""
+def accuracies(records: list[dict[str, Any]], layers: int, part: str = "train") -> dict[str, dict[float, float]]:
+    """The last accuracy of perceptrons of so many layers, in per cent, by contender and rate."""
     own = [each for each in records if each["task"] == f"perceptron-{layers}" and each["epochs"] == EPOCHS]
     return {
         name: {
-            each["lr"]: 100 * (each["curve"]["train_accuracy"][-1] or math.nan)
+            each["lr"]: 100 * (each["curve"][f"{part}_accuracy"][-1] or math.nan)
             for each in sorted(own, key=lambda record: record["lr"])
             if each["optimiser"] == name
         }

@@ -1,5 +1,6 @@
 """The task that is a game: what PPO reckons, what becomes of episodes that end, and runs that are broken off."""
 
+import itertools
 import math
 import queue
 import random
@@ -435,6 +436,44 @@ def test_pong_is_as_the_paper_played_it(pong):
     assert np.array_equal(after[:, 2], frames[:, 3])
     assert (info["episode_frame_number"] - started).tolist() == [4, 4]
     assert not np.stack([rewards, over, cut]).any()
+
+
+def shrunk(grey):
+    """A screen in 84 pixels of side, each the mean of what it covers."""
+
+    def covering(pixels):
+        ends = itertools.pairwise(np.arange(85) * pixels / 84)
+        return np.array([np.diff(np.clip(np.arange(pixels + 1), *pair)) for pair in ends]) * 84 / pixels
+
+    return covering(210) @ grey @ covering(160).T
+
+
+def test_the_games_are_those_of_the_bare_emulator(pong):
+    """An action is held for four frames, and the brighter pixels of the last two are seen, of the last four steps."""
+    ale_py = pytest.importorskip("ale_py")
+    console = ale_py.ALEInterface()
+    console.setFloat("repeat_action_probability", 0.0)
+    console.loadROM(ale_py.roms.get_rom_path("pong"))
+    nothing, fire, *_ = buttons = console.getMinimalActionSet()
+    made = pong.emulator(1, False)
+    seen, info = made.reset(seed=np.array([5]), options={"reset_mask": np.array([True])})
+    console.reset_game()
+    console.act(fire)
+    for _ in range(int(info["episode_frame_number"][0]) - 1):
+        console.act(nothing)
+    shown = [np.zeros((84, 84))] * 3 + [shrunk(console.getScreenGrayscale())]
+    choose, points = random.Random(0), 0
+    for _ in range(200):
+        np.testing.assert_allclose(seen[0], shown, atol=0.51)  # which are rounded there
+        action = choose.randrange(6)
+        made.send(np.array([action]))
+        seen, rewards, over, *_ = made.recv()
+        frames = [(console.act(buttons[action]), console.getScreenGrayscale()) for _ in range(4)]
+        shown = [*shown[1:], shrunk(np.maximum(frames[2][1], frames[3][1]))]
+        assert rewards[0] == sum(reward for reward, _ in frames)
+        points += abs(rewards[0])
+        assert not over[0]
+    assert points > 2
 
 
 def test_pong_can_be_left_and_taken_up_again(pong):

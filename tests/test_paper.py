@@ -233,7 +233,8 @@ def test_the_texts_networks_are_as_the_authors_ran_them():
     translator = Translator()
     layers = [*translator.encoder, *translator.decoder]
     assert [len(layer.attentions) for layer in layers] == [1] * 6 + [2] * 6
-    assert {heads.heads for layer in layers for heads in layer.attentions} == {8}
+    assert translator.heads == 8
+    assert {heads.scale for layer in layers for heads in layer.attentions} == {8.0}  # the root of 64 numbers a head
     assert {layer.feed_forward[0].weight.shape for layer in layers} == {(2048, 512)}
     dropouts = [module.keep for module in translator.modules() if isinstance(module, Dropout)]
     assert dropouts == [0.9] * (1 + 12 + 18)

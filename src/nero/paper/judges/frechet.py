@@ -38,7 +38,7 @@ class Gaussian(NamedTuple):
         shared = torch.linalg.eigvalsh(both).clamp(min=0).sum()
         apart = (self.mean - other.mean).square().sum()
         spread = self.root.square().sum() + other.root.square().sum()
-        return max(0.0, float(apart + spread - 2 * shared))
+        return float((apart + spread - 2 * shared).clamp(min=0))  # what is not a number stays so
 
 
 class Moments:

@@ -34,7 +34,7 @@ class SpectralNorm(nn.Module):
         with torch.no_grad():
             matrix = weight.movedim(1, -1).flatten(1)  # in channels last, a view; the order of columns is nothing to u
             v = matrix.mT @ self.u
-            v /= torch.linalg.vector_norm(v)
+            v /= torch.linalg.vector_norm(v).clamp(min=torch.finfo(v.dtype).tiny)
             stretched = matrix @ v
             largest = torch.linalg.vector_norm(stretched)  # u @ matrix @ v, since this is along u
             if self.training:
@@ -46,7 +46,8 @@ class SpectralNorm(nn.Module):
 class _Divided(torch.autograd.Function):
     """A weight W over u W v, whose gradient takes u and v for constants.
 
-    It is what torch would find by itself, in half as many kernels: they are small, and their number is what counts.
+    It is what torch would find by itself, in half as many kernels: they are small, and their number is what counts. The
+    gradient of a weight has none of its own; that of what a layer is given has.
     """
 
     @staticmethod

@@ -158,8 +158,10 @@ def every_run(facts: Published, runs: Runs) -> str:
         more["test BLEU"] = lambda run: "-" if run.bleu is None else f"{run.bleu:.2f}"
     if any("test_fid" in run.curves for run in found):
         more["FID to test images"] = lambda run: _end(run, "test_fid") if "test_fid" in run.curves else "-"
-    if any(run.data is not None for run in found):
-        more["data"] = lambda run: called(run.data or facts.task)
+    names = {run.data or facts.task for run in found}
+    if names - {facts.task}:
+        alike = len({called(name) for name in names}) < len(names)
+        more["data"] = lambda run: (str if alike else called)(run.data or facts.task)
     header = (_who(facts), "rate", "seed", "precision", *_measures(facts).values(), *more)
     lines = [(*_line(facts, run), *(tell(run) for tell in more.values()), *_made(run)) for run in found]
     table = _markdown((*header, "seconds", "side by side", "device"), lines) if found else NOT_RUN

@@ -34,7 +34,7 @@ class SpectralNorm(nn.Module):
         with torch.no_grad():
             matrix = weight.movedim(1, -1).flatten(1)  # in channels last, a view; the order of columns is nothing to u
             v = matrix.mT @ self.u
-            v /= torch.linalg.vector_norm(v).clamp(min=torch.finfo(v.dtype).tiny)
+            v /= torch.linalg.vector_norm(v)
             stretched = matrix @ v
             largest = torch.linalg.vector_norm(stretched)  # u @ matrix @ v, since this is along u
             if self.training:

@@ -8,6 +8,7 @@ suite writes them, go to benchmarks/results/auto. `auto.py draw` makes docs/figu
 
 import argparse
 import math
+import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (5, 10, 20, 50, 100)
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 #: What "auto" is tried with besides what it is.
-TRUSTS = tuple(sorted({0.01, 0.02, 0.04, 0.08, 0.16, TRUST}))
+TRUSTS = tuple(sorted({0.01, 0.02, 0.04, 0.06, 0.08, 0.11, 0.16, TRUST}))
 EPOCHS = 5
 #: What is below so many per cent in the end has hardly begun to learn.
 CHANCE = 25.0
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/auto.png", help="where it is drawn")
     parser.add_argument("--precision", choices=("float32", "tf32"), default="float32", help="of matrix products")
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the perceptrons")
+    parser.add_argument("--seeds", type=int, default=1, help="how many of each (1)")
     parser.add_argument("--epochs", type=int, help="fewer than a task has")
     arguments = parser.parse_args(argv)
     console = Console()
@@ -56,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         tasks = [perceptron(count) for count in arguments.layers] if what == "depths" else [automatic(TASKS[what])]
         for task in tasks:
-            go(task, settings(task, arguments.precision, arguments.epochs), arguments, console)
+            go(task, settings(task, arguments.precision, arguments.epochs, arguments.seeds), arguments, console)
     return 0
 
 
@@ -76,10 +78,11 @@ def automatic(task: Task) -> Task:
     return replace(task, contenders={"auto": _automatic(task.contenders[_nero(task)])})
 
 
-def settings(task: Task, precision: Precision, epochs: int | None) -> list[Settings]:
-    """The runs of a task: all rates and trusts of a perceptron, one of anything else."""
+def settings(task: Task, precision: Precision, epochs: int | None, seeds: int) -> list[Settings]:
+    """The runs of a task: all rates and trusts of a perceptron, one of anything else, on so many seeds."""
     rates = {"nero": RATES, "auto": TRUSTS} if "nero" in task.contenders else {"auto": (TRUST,)}
-    return [task.settings(name, rate, 0, epochs, precision) for name, each in rates.items() for rate in each]
+    cells = [(name, rate) for name, each in rates.items() for rate in each]
+    return [task.settings(*cell, seed, epochs, precision) for seed in range(seeds) for cell in cells]
 
 
 def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console: Console) -> None:
@@ -128,7 +131,8 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     right.set(
         xscale="log", xlabel="trust: the rate times the depth", title="Points below the best of the grid, up to 8"
     )
-    right.set_xticks(TRUSTS, [f"{trust:g}" for trust in TRUSTS])
+    trusts = sorted({trust for each in found.values() for trust in each["auto"]})
+    right.set_xticks(trusts, [f"{trust:g}" for trust in trusts])
     right.minorticks_off()
     right.axvline(TRUST, color="grey", linestyle="--")
     right.axhline(1, color="grey", linestyle=":")
@@ -143,16 +147,13 @@ def draw(records: Path, figure: Path, console: Console) -> None:
 
 
 def accuracies(records: list[dict[str, Any]], layers: int, part: str = "train") -> dict[str, dict[float, float]]:
-    """The last accuracy of perceptrons of so many layers, in per cent, by contender and rate."""
-    own = [each for each in records if each["task"] == f"perceptron-{layers}" and each["epochs"] == EPOCHS]
-    return {
-        name: {
-            each["lr"]: 100 * (each["curve"][f"{part}_accuracy"][-1] or math.nan)
-            for each in sorted(own, key=lambda record: record["lr"])
-            if each["optimiser"] == name
-        }
-        for name in ("nero", "auto")
-    }
+    """The last accuracy of perceptrons of so many layers, in per cent, by contender and rate: the mean over seeds."""
+    ends: dict[str, dict[float, list[float]]] = {"nero": {}, "auto": {}}
+    for each in sorted(records, key=lambda record: record["lr"]):
+        if each["task"] == f"perceptron-{layers}" and each["epochs"] == EPOCHS:
+            end = each["curve"][f"{part}_accuracy"][-1]
+            ends[each["optimiser"]].setdefault(each["lr"], []).append(100 * (end or math.nan))
+    return {name: {rate: statistics.fmean(each) for rate, each in rates.items()} for name, rates in ends.items()}
 
 
 def _automatic(contender: Contender) -> Contender:

@@ -345,5 +345,13 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     assert found["mnist-deep", "auto", auto.TRUST]["options"] == {"depth": "auto"}
     assert (tmp_path / "auto.png").stat().st_size > 10_000
     assert "0.027" in capsys.readouterr().out  # what is left of 0.08 for each of three layers
+    assert auto.main(["depths", "--layers", "2", "--epochs", "1", "--seeds", "2", *places]) == 0
+    ends = [
+        each["curve"]["test_accuracy"][-1]
+        for each in read_records(tmp_path)
+        if (each["task"], each["optimiser"], each["lr"]) == ("perceptron-2", "nero", 0.001)
+    ]
+    assert len(ends) == 2
+    assert auto.accuracies(read_records(tmp_path), 2, "test")["nero"][0.001] == pytest.approx(50 * sum(ends))
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])

@@ -14,8 +14,9 @@ from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
 from nero.checks import check_backend, check_lr, check_options, check_parameter
-from nero.roles import Role, param_groups, role_from_shape
+from nero.roles import Role, param_groups
 from nero.rounding import Rounding
+from nero.state import checked_state, name_of, role_in
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
@@ -297,8 +298,8 @@ class Nero(torch.optim.Optimizer):
         """Every parameter with its name, role and group, in the order of the groups."""
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
-                role = self._roles.get(parameter) or _role(group, parameter)
-                yield Part(self._name_of(group, index), parameter, role, group)
+                role = self._roles.get(parameter) or role_in(group, parameter)
+                yield Part(name_of(self.param_groups, group, index), parameter, role, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -320,7 +321,7 @@ class Nero(torch.optim.Optimizer):
 
         # torch casts state to the parameter's dtype, so it is handed none, between its own hooks
         def withhold(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(self._checked_state(incoming))
+            loaded.update(checked_state(incoming, self.param_groups, set(self.defaults)))
             groups = [
                 {
                     **saved,
@@ -365,7 +366,7 @@ class Nero(torch.optim.Optimizer):
 
     def _job(self, group: dict[str, Any], parameter: Tensor, grad: Tensor) -> Job:
         if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
-            self._roles[parameter] = _role(group, parameter)
+            self._roles[parameter] = role_in(group, parameter)
         role = self._roles[parameter]
         state = self.state[parameter]
         if not state:
@@ -453,7 +454,7 @@ class Nero(torch.optim.Optimizer):
         if any(map(why_not, seen)):
             if by_name:
                 index = next(i for i, each in enumerate(group["params"]) if each is parameter)
-                check_backend("triton", self._name_of(group, index), *seen)
+                check_backend("triton", name_of(self.param_groups, group, index), *seen)
             return None
         if grad is None and not self.state.get(parameter):
             return None  # frozen, so far
@@ -462,11 +463,11 @@ class Nero(torch.optim.Optimizer):
 
     def _checked_role(self, group: dict[str, Any], index: int) -> Role:
         """A parameter's role, if Nero can train it in that."""
-        name, parameter = self._name_of(group, index), group["params"][index]
+        name, parameter = name_of(self.param_groups, group, index), group["params"][index]
         check_parameter(name, parameter)
         check_backend(group["backend"], name, parameter)
         try:
-            return _role(group, parameter)
+            return role_in(group, parameter)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
@@ -498,9 +499,10 @@ class Nero(torch.optim.Optimizer):
                 continue
             values = grad.coalesce().values() if grad.is_sparse else grad
             if not bool(values.isfinite().all()):
+                name = name_of(self.param_groups, group, index)
                 raise FloatingPointError(
-                    f"the gradient of {self._name_of(group, index)} is not finite; nothing was changed. Look for "
-                    "the cause, or let such neurons sit out a step with on_nonfinite='skip'"
+                    f"the gradient of {name} is not finite; nothing was changed. Look for the cause, or let such "
+                    "neurons sit out a step with on_nonfinite='skip'"
                 )
 
     def _named_like_the_others(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -517,46 +519,6 @@ class Nero(torch.optim.Optimizer):
             params = [(f"group{len(self.param_groups)}.{index}", each) for index, each in enumerate(params)]
         return {**group, "params": params}
 
-    def _name_of(self, group: dict[str, Any], index: int) -> str:
-        names = group.get("param_names")
-        if names is not None:
-            return str(names[index])
-        number = next(i for i, each in enumerate(self.param_groups) if each is group)
-        return f"parameter {index} of group {number}"
-
-    def _checked_state(self, incoming: Mapping[str, Any]) -> dict[Tensor, dict[str, Tensor]]:
-        """The state of a checkpoint by parameter, cast and placed; an error if it is not ours."""
-        saved_groups, saved_state = incoming.get("param_groups"), incoming.get("state")
-        if not isinstance(saved_state, Mapping) or not isinstance(saved_groups, list):
-            raise ValueError("not an optimiser's state_dict: it lacks 'state' or 'param_groups'")
-        if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved_groups):
-            raise ValueError("not an optimiser's state_dict: a group of it lacks 'params'")
-        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"the checkpoint has groups of {[len(group['params']) for group in saved_groups]} parameters, this "
-                f"optimiser of {[len(group['params']) for group in self.param_groups]}: it is of another model, or "
-                "the groups were made in another way"
-            )
-        checked = {}
-        for number, (saved, own) in enumerate(zip(saved_groups, self.param_groups, strict=True)):
-            # torch adds the first when it unpickles, and depth came later than the rest
-            missing = set(self.defaults) - set(saved) - {"differentiable", "depth"}
-            if missing:
-                raise ValueError(
-                    f"group {number} of the checkpoint lacks the options {sorted(missing)}: it was not written by "
-                    "nero.Nero, or by another version of it; add them to its param_groups"
-                )
-            check_options({"depth": 1.0, **saved})
-            for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
-                name = self._name_of(own, index)
-                saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
-                if "param_names" in own and saved_name != name:
-                    raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
-                if key in saved_state:
-                    role = _role({**saved, "params": own["params"]}, parameter)
-                    checked[parameter] = _checked_entry(name, parameter, role, saved_state[key])
-        return checked
-
 
 def _settings(group: dict[str, Any]) -> Settings:
     lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else float(group["lr"])
@@ -569,47 +531,3 @@ def _settings(group: dict[str, Any]) -> Settings:
         group["scale"],
         group["rounding"],
     )
-
-
-def _role(group: Mapping[str, Any], parameter: Tensor) -> Role:
-    kind, axes = group["role"], group["fan_in_axes"]
-    if kind is None and axes is None:
-        return role_from_shape(parameter.shape)
-    return Role(kind or "neuron", axes, group["fan_in_groups"]).on(parameter.shape)
-
-
-def _state_shape(parameter: Tensor, role: Role) -> list[int]:
-    if role.kind != "neuron":
-        return list(parameter.shape)
-    groups = role.fan_in_groups
-    shape = list(parameter.shape) if groups == 1 else [groups, parameter.shape[0] // groups, *parameter.shape[1:]]
-    return [1 if axis in role.axes else size for axis, size in enumerate(shape)]
-
-
-def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Tensor]:
-    """One parameter's saved state, on its device and in the statistics' dtype."""
-    by_neuron = tuple(_state_shape(parameter, role))
-    wanted = {"step": (), "grad_norm": by_neuron, "skipped": ()}
-    if role.kind != "neuron":
-        wanted["scale"] = ()
-    if not isinstance(entry, Mapping) or not set(wanted) <= set(entry):
-        found = sorted(entry) if isinstance(entry, Mapping) else repr(entry)
-        raise ValueError(
-            f"the checkpoint's state of {name} has {found} where {sorted(wanted)} are needed: it is of "
-            "another optimiser or model"
-        )
-    wanted["radius"] = by_neuron  # if it is there: it is made when first asked for
-    dtypes = {"step": torch.float32, "skipped": torch.int64}
-    state = {}
-    for key, value in entry.items():
-        tensor = torch.as_tensor(value).detach()
-        if key in wanted and tuple(tensor.shape) != wanted[key]:
-            raise ValueError(
-                f"the checkpoint's {key} of {name} is shaped {tuple(tensor.shape)} where {wanted[key]} is needed: it "
-                "is of another model"
-            )
-        if tensor.is_complex() or not bool(((tensor >= 0) & tensor.isfinite()).all()):
-            raise ValueError(f"the checkpoint's {key} of {name} must be finite and not negative")
-        dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
-        state[key] = tensor.to(device=parameter.device, dtype=dtype, copy=True)
-    return state

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.image import imread
 
 from nero.paper.record import StoreError, read_records
-from nero.paper.report import figures, report, tables
+from nero.paper.report import drawing, figures, report, tables
 from nero.paper.report.published import all_published
 from nero.paper.report.runs import Runs
 from nero.paper.tasks import TASKS
@@ -470,7 +470,7 @@ def _lacks(task: str, scene: str) -> bool:
 
 @pytest.mark.parametrize("wanted", [[0.5] * 5, [0.0, 0.0, 1.0, 1.0], [0.1, 0.12, 0.9], [1.0, 0.97, 0.94, 0.0], []])
 def test_labels_keep_apart_and_inside(wanted: list[float]):
-    placed = figures._apart(wanted, 0.06)
+    placed = drawing.apart(wanted, 0.06)
     ranked = sorted(placed)
     assert all(high - low > 0.06 - 1e-9 for low, high in pairwise(ranked))
     assert all(-1e-9 <= height <= 1 + 1e-9 for height in placed)

@@ -446,6 +446,11 @@ def _checkpoint(model: nn.Module, kind: type[torch.optim.Optimizer] = nero.Nero)
     return optimiser.state_dict()
 
 
+def _with_other_axes(saved: dict) -> dict:
+    saved["param_groups"][0]["fan_in_axes"] = (0,)
+    return saved
+
+
 def _without_option(saved: dict) -> dict:
     saved["param_groups"][1].pop("beta")
     return saved
@@ -487,6 +492,10 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
         (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias is shaped \(1,\)"),
         (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None where"),
         (lambda: _with_nan_average(_checkpoint(MODEL())), "must be finite"),
+        (
+            lambda: _with_other_axes(_checkpoint(MODEL())),
+            r"0\.weight as a neuron of fan-in axes \(0,\), this",
+        ),
         (lambda: {"state": {}, "param_groups": [{}]}, "lacks 'params'"),
         (lambda: None, "but a NoneType"),
         (lambda: {"model": 1}, "not an optimiser's state_dict"),

@@ -168,6 +168,15 @@ def test_checkpoint_resumes_to_the_same_result(dtype: torch.dtype, saved_by: str
             torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
+def test_a_checkpoint_of_shapes_alone_leaves_roles_as_they_were_told():
+    model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    told = nero.Nero(model)
+    told.load_state_dict(nero.Nero(copy.deepcopy(model).parameters(), beta=0.9).state_dict())
+    assert [(group["role"], group["fan_in_axes"], group["beta"]) for group in told.param_groups] == [
+        ("neuron", (1,), 0.9)
+    ]
+
+
 def test_an_edited_optimiser_loads_its_own_checkpoint():
     model = network()
     optimiser = nero.Nero(model)

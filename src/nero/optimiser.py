@@ -311,8 +311,8 @@ class Nero(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
 
-        Statistics keep their precision whatever the parameters' dtype, and the backend stays the
-        one this optimiser was made with.
+        Statistics keep their precision whatever the parameters' dtype. The backend, and how roles were told, stay
+        as this optimiser was made.
 
         Raises:
             ValueError: if the checkpoint is of another model or optimiser, or lacks options.
@@ -325,7 +325,7 @@ class Nero(torch.optim.Optimizer):
             groups = [
                 {
                     **saved,
-                    "backend": own["backend"],
+                    **{key: own[key] for key in ("backend", "role", "fan_in_axes", "fan_in_groups")},
                     "depth": own["depth"]  # if it was counted already, that is kept
                     if saved.get("depth") == "auto" and own["depth"] != 1
                     else saved.get("depth", 1.0),

@@ -67,8 +67,8 @@ def checked_state(
         missing = options - set(saved) - {"differentiable", "depth"}
         if missing:
             raise ValueError(
-                f"group {number} of the checkpoint lacks the options {sorted(missing)}: it was not written by "
-                "nero.Nero, or by another version of it; add them to its param_groups"
+                f"group {number} of the checkpoint lacks the options {sorted(missing)}: it is another optimiser's, or "
+                "of another version of nero.Nero; if so, add them to its param_groups"
             )
         check_options({"depth": 1.0, **saved})
         for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
@@ -76,10 +76,19 @@ def checked_state(
             saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
             if "param_names" in own and saved_name != name:
                 raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
+            role, saved_role = role_in(own, parameter), role_in(saved, parameter)
+            if saved_role != role:
+                raise ValueError(
+                    f"the checkpoint has {name} as {_told(saved_role)}, this optimiser as {_told(role)}: make it as "
+                    "the one was made that wrote it"
+                )
             if key in saved_state:
-                role = role_in({**saved, "params": own["params"]}, parameter)
                 checked[parameter] = _checked_entry(name, parameter, role, saved_state[key])
     return checked
+
+
+def _told(role: Role) -> str:
+    return f"a {role.kind}" + (f" of fan-in axes {role.fan_in_axes}" if role.fan_in_axes else "")
 
 
 def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ class Onlooker(Store):
 def read_records(root: Path) -> list[dict[str, Any]]:
     """All records under a folder, by name of task and run, each with its path."""
     if not root.is_dir():
-        raise StoreError(f"there is no folder {root}: name the one that `nero sweep` wrote into")
+        raise StoreError(f"there is no folder {root}: name by --records the --out of `nero run` or `nero sweep`")
     return [{**_read(path), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
 
 

@@ -1030,6 +1030,7 @@ def test_nero_run_and_report(command, tmp_path):
     code, told = command("report", "--records", tmp_path / "out", "--out", tmp_path / "pages")
     assert code == 0
     assert str(tmp_path / "pages" / "mnist-reparameterised.md") in told
+    assert "runs of fewer epochs than their task has, which results and figures leave out: 1" in told
     assert (tmp_path / "pages" / "figures" / "mnist-reparameterised.png").stat().st_size > 10_000
 
 

@@ -115,6 +115,9 @@ def report(
         raise StoreError(f"there are no records in {records}: make some with `nero sweep TASK --out {records}`")
     for path in drawing.report(found, out):
         console.print(str(path))
+    short = [each for each in found if each["task"] in TASKS and each["epochs"] < TASKS[each["task"]].epochs]
+    if short:
+        console.print(f"runs of fewer epochs than their task has, which results and figures leave out: {len(short)}")
 
 
 def main() -> None:

@@ -98,9 +98,7 @@ class Up(nn.Module):
 
     def forward(self, inputs: Tensor, condition: Tensor) -> Tensor:
         hidden = F.relu(self.norms[0](inputs, condition))
-        # of an image that is enlarged first, four pixels for one: by a kernel that is the sum of four, each a pixel on
-        kernel = F.avg_pool2d(self.first.weight.flip(2, 3), 2, stride=1, padding=1, divisor_override=1)
-        hidden = F.conv_transpose2d(hidden, kernel.transpose(0, 1), self.first.bias, stride=2, padding=1)
+        hidden = self.first(F.interpolate(hidden, scale_factor=2))
         hidden = self.second(F.relu(self.norms[1](hidden, condition)))
         around = F.interpolate(self.around(inputs), scale_factor=2)  # which commute
         return torch.add(hidden, around)

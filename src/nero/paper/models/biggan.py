@@ -116,13 +116,10 @@ class Down(nn.Module):
         self.around = spectral(nn.Conv2d(inputs, outputs, 1)) if changed else nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = F.relu(self.first(inputs if self.of_pixels else F.relu(inputs)))
-        if self.halved:  # the mean of four outputs is one of a kernel that is the mean of four, each a pixel on
-            kernel = F.avg_pool2d(self.second.weight, 2, stride=1, padding=1)
-            hidden = F.conv2d(hidden, kernel, self.second.bias, stride=2, padding=1)
-            inputs = F.avg_pool2d(inputs, 2)
-        else:
-            hidden = self.second(hidden)
+        hidden = self.first(inputs if self.of_pixels else F.relu(inputs))
+        hidden = self.second(F.relu(hidden))
+        if self.halved:
+            hidden, inputs = F.avg_pool2d(hidden, 2), F.avg_pool2d(inputs, 2)
         return torch.add(hidden, self.around(inputs))  # the mean and the way around commute
 
 

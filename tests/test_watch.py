@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -589,7 +590,6 @@ def test_a_reading_has_the_step_that_it_is_given_and_prints_as_a_table():
     assert reading.step == 700
     lines = str(reading).splitlines()
     assert lines[0] == "step 700"
-    assert lines[1].split()[:4] == ["layer", "role", "turned", "from"]
     assert lines[3].split() == ["0.weight", "neuron", "0", "0", "0", "-", "8%", "0%", "0"]
     assert repr(reading) == str(reading)
     with pytest.raises(KeyError, match=r"no layer 'x'; there are 0\.weight, "):
@@ -642,6 +642,45 @@ def test_curves_are_the_readings():
         assert list(line.get_ydata()) == pytest.approx(wanted)
 
 
+def words_of_the_table(watched):
+    heading = str(watched.readings[-1]).splitlines()[1]
+    return re.split("  +", heading)[2:]
+
+
+def words_of_tensorboard(watched):
+    written = Scalars()
+    watched.write(written)
+    return dict.fromkeys(tag.partition("/")[0].replace("_", " ") for tag, _ in written.written)
+
+
+def words_of_the_picture(watched):
+    from matplotlib.axes import Axes
+
+    from nero.watching.picture import draw
+
+    charts = [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes)]
+    titles = [title for axes in charts for title in axes.get_title(loc="left").split("; ")]
+    legends = [text.get_text() for axes in charts if axes.get_legend() for text in axes.get_legend().get_texts()]
+    told = [re.sub(r"(: .*| [\d.]+%)$", "", text).lower() for text in (*titles, *legends)]
+    return dict.fromkeys(word for word in told if word != "shares of neurons")
+
+
+def words_of_the_page(_):
+    page = (ROOT / "docs/theory.md").read_text().partition("| word |")[2]
+    return re.findall(r"^\| ([a-z ]+) \|", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [words_of_the_table, words_of_tensorboard, words_of_the_picture, words_of_the_page],
+    ids=lambda it: it.__name__,
+)
+def test_a_number_is_called_by_one_word(words):
+    """The name of its attribute, wherever people meet it."""
+    wanted = [field.replace("_", " ") for field in Layer._fields if field not in ("name", "role", "followed", "step")]
+    assert sorted(words(watched_run())) == sorted(wanted)
+
+
 def test_a_picture_says_nothing_of_gradients_before_a_step():
     from matplotlib.axes import Axes
 
@@ -654,14 +693,14 @@ def test_a_picture_says_nothing_of_gradients_before_a_step():
 
     def shown() -> tuple[str, list[float]]:
         charts = [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes) if axes.get_legend()]
-        (line,) = [each for chart in charts for each in chart.lines if each.get_label().startswith("no gradient")]
+        (line,) = [each for chart in charts for each in chart.lines if each.get_label().startswith("silent")]
         return line.get_label(), list(line.get_ydata())
 
-    assert shown()[0] == "no gradient yet -"
+    assert shown()[0] == "silent -"
     model[0].requires_grad_(False)  # it makes no step, and so has no part in the share
     train(model, optimiser, 1)
     watched.read()
-    assert shown() == ("no gradient yet 0.0%", pytest.approx([math.nan, 0.0], nan_ok=True))
+    assert shown() == ("silent 0.0%", pytest.approx([math.nan, 0.0], nan_ok=True))
 
 
 def test_turned_past_a_right_angle_and_apart():

@@ -1,4 +1,4 @@
-"""The picture of a watched run: how far each layer's neurons turned, step by step and in all, and their gradients."""
+"""The picture of a watched run, in the words of a reading: from start, turned, grad norm, and shares of neurons."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -36,22 +36,22 @@ class Track(NamedTuple):
 
 
 def draw(readings: Sequence[Reading]) -> Figure:
-    """Angles from the start over the run and at its end; below, angles between readings, gradients, and troubles."""
+    """From start, over the run and at its end; below turned, grad norm, and the shares of neurons."""
     tracks = _tracks(readings)
     figure = Figure(figsize=(11.5, 7), dpi=160, layout="constrained")
     above, below = cast(list[SubFigure], figure.subfigures(2, 1, height_ratios=[1.55, 1]))
     left, right = cast(list[SubFigure], above.subfigures(1, 2, width_ratios=[1.5, 1]))
     _from_start(left, tracks)
     _rings(right, tracks)
-    turned, gradients, troubles = below.subplots(1, 3)
+    turned, grad_norm, shares = below.subplots(1, 3)
     _curves(turned, tracks, lambda layer: Spread(*map(math.degrees, layer.turned)))
     turned.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
     turned.set_ylim(bottom=0)
-    _dress(turned, "Turned since the reading before")
-    _curves(gradients, tracks, lambda layer: layer.grad_norm)
-    _logarithmic(gradients, [layer.grad_norm.middle for track in tracks for layer in track.layers])
-    _dress(gradients, "Norm of a neuron's gradient")
-    _troubles(troubles, readings)
+    _dress(turned, "Turned: the angle since the last reading")
+    _curves(grad_norm, tracks, lambda layer: layer.grad_norm)
+    _logarithmic(grad_norm, [layer.grad_norm.middle for track in tracks for layer in track.layers])
+    _dress(grad_norm, "Grad norm: of a neuron")
+    _shares(shares, readings)
     return figure
 
 
@@ -80,7 +80,7 @@ def _from_start(figure: SubFigure, tracks: list[Track]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
     if axes.get_ylim()[1] > 75:
         axes.axhline(90, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
-    _dress(axes, "Angle from the start", size=13)
+    _dress(axes, "From start: the angle since the watch began", size=13)
     line = "line: the median neuron" + ("; band: eight in ten" if len(tracks) <= NAMED else "")
     axes.text(0.99, 0.03, line, transform=axes.transAxes, ha="right", fontsize=SMALL, color=GREY)
     if len(tracks) > NAMED:
@@ -135,9 +135,7 @@ def _rings(figure: SubFigure, tracks: list[Track]) -> None:
     axes.grid(color=PALE, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_color(PALE)
-    axes.set_title(
-        "Where the layers stand at the end, the first inmost", fontsize=SMALL + 1, fontweight="bold", loc="left"
-    )
+    axes.set_title("From start: at the end, first layer inmost", fontsize=SMALL + 1, fontweight="bold", loc="left")
 
 
 def _apart(places: Sequence[float], room: float) -> list[float]:
@@ -171,11 +169,11 @@ def _logarithmic(axes: Axes, values: list[float]) -> None:
         axes.set_ylim(min(positive) / 2, max(positive) * 2)
 
 
-def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
-    """Of all followed neurons, which never had a gradient, which listen to one input, which are not balanced."""
+def _shares(axes: Axes, readings: Sequence[Reading]) -> None:
+    """Of all followed neurons, which are silent, near limit and off balance; and how many updates were skipped."""
     kinds: dict[str, tuple[str, str, Callable[[Layer], float]]] = {
-        "no gradient yet": ("#D55E00", "-", lambda layer: layer.silent),
-        "one input alone": ("#0072B2", "--", lambda layer: layer.near_limit),
+        "silent": ("#D55E00", "-", lambda layer: layer.silent),
+        "near limit": ("#0072B2", "--", lambda layer: layer.near_limit),
         "off balance": ("#009E73", ":", lambda layer: layer.off_balance),
     }
     steps = [each.step for each in readings]
@@ -187,7 +185,7 @@ def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
     axes.set_ylim(0, max(0.05, axes.get_ylim()[1]))
     axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
     skipped = sum(layer.skipped for layer in readings[-1].layers)
-    _dress(axes, f"Share of neurons (updates skipped: {skipped:,})")
+    _dress(axes, f"Shares of neurons; skipped: {skipped:,}")
 
 
 def _share(reading: Reading, of: Callable[[Layer], float]) -> float:

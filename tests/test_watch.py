@@ -642,6 +642,61 @@ def test_curves_are_the_readings():
         assert list(line.get_ydata()) == pytest.approx(wanted)
 
 
+def charts_of(watched):
+    from matplotlib.axes import Axes
+
+    from nero.watching.picture import draw
+
+    return [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes)]
+
+
+def lines_of(chart):
+    """Each line's points, and whether they are dots."""
+    for line in chart.lines:
+        points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if not math.isnan(y)]
+        yield points, line.get_marker() == "o"
+
+
+def test_what_was_read_once_is_a_dot():
+    """A line through one point shows nothing."""
+    watched = watched_run(readings=1)
+    charts = [axes for axes in charts_of(watched) if axes.lines]
+    assert len(charts) == 4
+    for chart in charts:
+        assert all(is_dot and [x for x, _ in points] == [2] for points, is_dot in lines_of(chart))
+        chart.figure.canvas.draw()
+        low, high = chart.get_xlim()
+        assert [tick for tick in chart.get_xticks() if low <= tick <= high] == [2]
+    assert "dot: the median neuron; bar: eight in ten" in [text.get_text() for text in charts[0].texts]
+    assert any(bar.get_segments() for bar in charts[0].collections if hasattr(bar, "get_segments"))
+    assert not any(is_dot for axes in charts_of(watched_run(readings=2)) for _, is_dot in lines_of(axes))
+
+
+def test_what_is_first_read_at_the_end_is_a_dot():
+    """Beside the curves of the others: a layer that was added, and gradients after a reading before the first step."""
+    model, late = network(), nn.Linear(6, 3)
+    optimiser = nero.Nero(model)
+    watched = nero.watch(optimiser)
+    watched.read()
+    optimiser.add_param_group({"params": late})
+    train(model, optimiser, 2)
+    watched.read()
+    from_start, *_ = (list(lines_of(axes)) for axes in charts_of(watched) if "From start" in axes.get_title(loc="left"))
+    (grad_norm,) = (list(lines_of(axes)) for axes in charts_of(watched) if "Grad norm" in axes.get_title(loc="left"))
+    assert [(len(points), is_dot) for points, is_dot in from_start] == [(2, False), (2, False), (1, True)]
+    assert [(len(points), is_dot) for points, is_dot in grad_norm] == [(1, True), (1, True), (0, False)]
+
+
+def test_names_stand_above_the_axis():
+    model = network()
+    watched = nero.watch(nero.Nero(model))
+    watched.read()
+    chart = charts_of(watched)[0]
+    places = {text.get_text(): text.xy[1] for text in chart.texts if hasattr(text, "xy")}
+    assert places.keys() == {"0", "3"}
+    assert min(places.values()) == 0 < max(places.values())
+
+
 def words_of_the_table(watched):
     heading = str(watched.readings[-1]).splitlines()[1]
     return re.split("  +", heading)[2:]
@@ -654,11 +709,7 @@ def words_of_tensorboard(watched):
 
 
 def words_of_the_picture(watched):
-    from matplotlib.axes import Axes
-
-    from nero.watching.picture import draw
-
-    charts = [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes)]
+    charts = charts_of(watched)
     titles = [title for axes in charts for title in axes.get_title(loc="left").split("; ")]
     legends = [text.get_text() for axes in charts if axes.get_legend() for text in axes.get_legend().get_texts()]
     told = [re.sub(r"(: .*| [\d.]+%)$", "", text).lower() for text in (*titles, *legends)]
@@ -682,17 +733,13 @@ def test_a_number_is_called_by_one_word(words):
 
 
 def test_a_picture_says_nothing_of_gradients_before_a_step():
-    from matplotlib.axes import Axes
-
-    from nero.watching.picture import draw
-
     model = network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     watched.read()
 
     def shown() -> tuple[str, list[float]]:
-        charts = [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes) if axes.get_legend()]
+        charts = [axes for axes in charts_of(watched) if axes.get_legend()]
         (line,) = [each for chart in charts for each in chart.lines if each.get_label().startswith("silent")]
         return line.get_label(), list(line.get_ydata())
 

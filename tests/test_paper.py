@@ -31,7 +31,7 @@ import nero
 from nero.paper import cli, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
-from nero.paper.data import Images, Pictures, corpus, pairs
+from nero.paper.data import Images, Pictures, corpus, load, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
 from nero.paper.loops.captured import Captured
@@ -918,6 +918,19 @@ def test_a_folder_without_room_is_refused(tmp_path):
     (tmp_path / "out" / "tiny").touch()
     with pytest.raises(StoreError, match="--out"):
         Store(tmp_path / "out").check(TINY, 1)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "link" / "below").check(TINY, 1)
+
+
+def test_a_folder_is_made_when_there_is_something_to_keep(tmp_path):
+    store = Store(tmp_path / "some" / "out")
+    store.check(TINY, 1)
+    with pytest.raises(StoreError, match="make room"):
+        store.check(TINY, 10**18)
+    assert list(tmp_path.iterdir()) == []
+    train(TINY, [TINY.settings("sgd")], made(), store, Watch())
+    assert len(read_records(tmp_path / "some" / "out")) == 1
 
 
 def test_the_commit_is_this_projects_own(monkeypatch):
@@ -1060,6 +1073,16 @@ def test_errors_say_what_to_do(command, arguments, message, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     code, _ = command(*arguments)
     assert message in str(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_a_command_that_finds_no_data_leaves_nothing(command, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.chdir(tmp_path)
+    for task in ("mnist-deep", "imagenet"):
+        code, _ = command(what, task, "--device", "cpu", "--data", tmp_path / "nowhere")
+        assert "nowhere, that was asked for, does not exist" in str(code)
     assert list(tmp_path.iterdir()) == []
 
 

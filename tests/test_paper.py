@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 
 import nero
+import nero_command
 from nero.paper import cli, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
@@ -1014,7 +1016,7 @@ def command(monkeypatch):
         monkeypatch.setattr(cli, "console", Console(file=told, width=160, markup=False, highlight=False))
         monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
         try:
-            cli.main()
+            nero_command.main()
         except SystemExit as end:
             return end.code, told.getvalue()
         return 0, told.getvalue()
@@ -1088,7 +1090,25 @@ def test_a_command_that_finds_no_data_leaves_nothing(command, what, tmp_path, mo
 
 def test_the_command_is_installed():
     (script,) = entry_points(group="console_scripts", name="nero")
-    assert script.load() is cli.main
+    assert script.load() is nero_command.main
+
+
+@pytest.mark.parametrize("when", ["torch", "typer"])
+def test_an_interrupt_during_the_imports_is_told_in_a_line(when):
+    entry = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]["nero"]
+    module, _, function = entry.partition(":")
+    code = f"""if True:
+        import signal, sys
+        class Interrupt:
+            def find_spec(name, path=None, target=None):
+                if name == {when!r}:
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt)
+        from {module} import {function}
+        sys.exit({function}())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "nero: stopped\n")
 
 
 def display(terminal, out):

@@ -1,9 +1,13 @@
 """How deep a network is, and rates that fit it."""
 
 import copy
+import json
 import math
+import os
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -325,6 +329,76 @@ def test_a_depth_that_is_given_stays():
     optimiser = nero.Nero(model, lr="auto", depth=20)
     model(X)
     assert {(group["lr"], group["depth"]) for group in optimiser.param_groups} == {(TRUST, 20)}
+
+
+#: One of two processes that train a network together: what it takes the depth for, and the weights that it ends with.
+TOGETHER = """
+import json, sys, torch, nero
+from torch import distributed, nn
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs, times):
+        if not times:
+            raise ValueError("no times at all")
+        for _ in range(times):
+            inputs = self.layer(inputs)
+        return inputs
+
+rank, file = int(sys.argv[1]), sys.argv[2]
+distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+told = []
+for wrapped_first in (False, True):
+    torch.manual_seed(0)
+    model = Loop()
+    if wrapped_first:
+        together = nn.parallel.DistributedDataParallel(model)
+        optimiser = nero.Nero(together, lr="auto")
+    else:
+        optimiser = nero.Nero(model, lr="auto")
+        together = nn.parallel.DistributedDataParallel(model)
+        try:
+            together(torch.randn(4, 8), 2 * rank)
+        except ValueError:
+            pass
+        try:
+            optimiser.step()
+        except RuntimeError as error:
+            told.append(str(error))
+    torch.manual_seed(rank)
+    for times in (2 + 3 * rank, 1):
+        optimiser.zero_grad()
+        together(torch.randn(4, 8), times).square().mean().backward()
+        optimiser.step()
+    told += [optimiser.param_groups[0]["depth"], model.layer.weight.tolist()]
+distributed.destroy_process_group()
+print(json.dumps(told))
+"""
+
+
+def test_processes_that_train_together_take_one_depth(tmp_path):
+    """The greatest; and where one cannot count, none does, until all can."""
+    each = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER, str(rank), str(tmp_path / "meet")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(2)
+    ]
+    try:
+        first, second = (json.loads(process.communicate(timeout=60)[0]) for process in each)
+    finally:
+        for process in each:
+            process.kill()
+    assert "not known yet (ValueError: no times at all)" in first[0]
+    assert "not known yet (another process could not count it)" in second[0]
+    assert first[1:] == second[1:]
+    assert first[1::2] == [5.0, 5.0]
 
 
 def test_only_what_is_trained_counts():

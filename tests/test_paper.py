@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,10 +29,11 @@ pytest.importorskip("typer")
 from rich.console import Console
 
 import nero
+import nero_command
 from nero.paper import cli, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
-from nero.paper.data import Images, Pictures, corpus, pairs
+from nero.paper.data import Images, Pictures, corpus, load, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
 from nero.paper.loops.captured import Captured
@@ -918,6 +920,19 @@ def test_a_folder_without_room_is_refused(tmp_path):
     (tmp_path / "out" / "tiny").touch()
     with pytest.raises(StoreError, match="--out"):
         Store(tmp_path / "out").check(TINY, 1)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "link" / "below").check(TINY, 1)
+
+
+def test_a_folder_is_made_when_there_is_something_to_keep(tmp_path):
+    store = Store(tmp_path / "some" / "out")
+    store.check(TINY, 1)
+    with pytest.raises(StoreError, match="make room"):
+        store.check(TINY, 10**18)
+    assert list(tmp_path.iterdir()) == []
+    train(TINY, [TINY.settings("sgd")], made(), store, Watch())
+    assert len(read_records(tmp_path / "some" / "out")) == 1
 
 
 def test_the_commit_is_this_projects_own(monkeypatch):
@@ -1001,7 +1016,7 @@ def command(monkeypatch):
         monkeypatch.setattr(cli, "console", Console(file=told, width=160, markup=False, highlight=False))
         monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
         try:
-            cli.main()
+            nero_command.main()
         except SystemExit as end:
             return end.code, told.getvalue()
         return 0, told.getvalue()
@@ -1063,9 +1078,37 @@ def test_errors_say_what_to_do(command, arguments, message, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_a_command_that_finds_no_data_leaves_nothing(command, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.chdir(tmp_path)
+    for task in ("mnist-deep", "imagenet"):
+        code, _ = command(what, task, "--device", "cpu", "--data", tmp_path / "nowhere")
+        assert "nowhere, that was asked for, does not exist" in str(code)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_command_is_installed():
     (script,) = entry_points(group="console_scripts", name="nero")
-    assert script.load() is cli.main
+    assert script.load() is nero_command.main
+
+
+@pytest.mark.parametrize("when", ["torch", "typer"])
+def test_an_interrupt_during_the_imports_is_told_in_a_line(when):
+    entry = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]["nero"]
+    module, _, function = entry.partition(":")
+    code = f"""if True:
+        import signal, sys
+        class Interrupt:
+            def find_spec(name, path=None, target=None):
+                if name == {when!r}:
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Interrupt)
+        from {module} import {function}
+        sys.exit({function}())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "nero: stopped\n")
 
 
 def display(terminal, out):

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import math
+import re
 import runpy
 import subprocess
 import sys
@@ -589,7 +590,6 @@ def test_a_reading_has_the_step_that_it_is_given_and_prints_as_a_table():
     assert reading.step == 700
     lines = str(reading).splitlines()
     assert lines[0] == "step 700"
-    assert lines[1].split()[:4] == ["layer", "role", "turned", "from"]
     assert lines[3].split() == ["0.weight", "neuron", "0", "0", "0", "-", "8%", "0%", "0"]
     assert repr(reading) == str(reading)
     with pytest.raises(KeyError, match=r"no layer 'x'; there are 0\.weight, "):
@@ -642,26 +642,112 @@ def test_curves_are_the_readings():
         assert list(line.get_ydata()) == pytest.approx(wanted)
 
 
-def test_a_picture_says_nothing_of_gradients_before_a_step():
+def charts_of(watched):
     from matplotlib.axes import Axes
 
     from nero.watching.picture import draw
 
+    return [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes)]
+
+
+def lines_of(chart):
+    """Each line's points, and whether they are dots."""
+    for line in chart.lines:
+        points = [(x, y) for x, y in zip(*line.get_data(), strict=True) if not math.isnan(y)]
+        yield points, line.get_marker() == "o"
+
+
+def test_what_was_read_once_is_a_dot():
+    """A line through one point shows nothing."""
+    watched = watched_run(readings=1)
+    charts = [axes for axes in charts_of(watched) if axes.lines]
+    assert len(charts) == 4
+    for chart in charts:
+        assert all(is_dot and [x for x, _ in points] == [2] for points, is_dot in lines_of(chart))
+        chart.figure.canvas.draw()
+        low, high = chart.get_xlim()
+        assert [tick for tick in chart.get_xticks() if low <= tick <= high] == [2]
+    assert "dot: the median neuron; bar: eight in ten" in [text.get_text() for text in charts[0].texts]
+    assert any(bar.get_segments() for bar in charts[0].collections if hasattr(bar, "get_segments"))
+    assert not any(is_dot for axes in charts_of(watched_run(readings=2)) for _, is_dot in lines_of(axes))
+
+
+def test_what_is_first_read_at_the_end_is_a_dot():
+    """Beside the curves of the others: a layer that was added, and gradients after a reading before the first step."""
+    model, late = network(), nn.Linear(6, 3)
+    optimiser = nero.Nero(model)
+    watched = nero.watch(optimiser)
+    watched.read()
+    optimiser.add_param_group({"params": late})
+    train(model, optimiser, 2)
+    watched.read()
+    from_start, *_ = (list(lines_of(axes)) for axes in charts_of(watched) if "From start" in axes.get_title(loc="left"))
+    (grad_norm,) = (list(lines_of(axes)) for axes in charts_of(watched) if "Grad norm" in axes.get_title(loc="left"))
+    assert [(len(points), is_dot) for points, is_dot in from_start] == [(2, False), (2, False), (1, True)]
+    assert [(len(points), is_dot) for points, is_dot in grad_norm] == [(1, True), (1, True), (0, False)]
+
+
+def test_names_stand_above_the_axis():
+    model = network()
+    watched = nero.watch(nero.Nero(model))
+    watched.read()
+    chart = charts_of(watched)[0]
+    places = {text.get_text(): text.xy[1] for text in chart.texts if hasattr(text, "xy")}
+    assert places.keys() == {"0", "3"}
+    assert min(places.values()) == 0 < max(places.values())
+
+
+def words_of_the_table(watched):
+    heading = str(watched.readings[-1]).splitlines()[1]
+    return re.split("  +", heading)[2:]
+
+
+def words_of_tensorboard(watched):
+    written = Scalars()
+    watched.write(written)
+    return dict.fromkeys(tag.partition("/")[0].replace("_", " ") for tag, _ in written.written)
+
+
+def words_of_the_picture(watched):
+    charts = charts_of(watched)
+    titles = [title for axes in charts for title in axes.get_title(loc="left").split("; ")]
+    legends = [text.get_text() for axes in charts if axes.get_legend() for text in axes.get_legend().get_texts()]
+    told = [re.sub(r"(: .*| [\d.]+%)$", "", text).lower() for text in (*titles, *legends)]
+    return dict.fromkeys(word for word in told if word != "shares of neurons")
+
+
+def words_of_the_page(_):
+    page = (ROOT / "docs/theory.md").read_text().partition("| word |")[2]
+    return re.findall(r"^\| ([a-z ]+) \|", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [words_of_the_table, words_of_tensorboard, words_of_the_picture, words_of_the_page],
+    ids=lambda it: it.__name__,
+)
+def test_a_number_is_called_by_one_word(words):
+    """The name of its attribute, wherever people meet it."""
+    wanted = [field.replace("_", " ") for field in Layer._fields if field not in ("name", "role", "followed", "step")]
+    assert sorted(words(watched_run())) == sorted(wanted)
+
+
+def test_a_picture_says_nothing_of_gradients_before_a_step():
     model = network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     watched.read()
 
     def shown() -> tuple[str, list[float]]:
-        charts = [axes for part in draw(watched.readings).subfigs for axes in part.findobj(Axes) if axes.get_legend()]
-        (line,) = [each for chart in charts for each in chart.lines if each.get_label().startswith("no gradient")]
+        charts = [axes for axes in charts_of(watched) if axes.get_legend()]
+        (line,) = [each for chart in charts for each in chart.lines if each.get_label().startswith("silent")]
         return line.get_label(), list(line.get_ydata())
 
-    assert shown()[0] == "no gradient yet -"
+    assert shown()[0] == "silent -"
     model[0].requires_grad_(False)  # it makes no step, and so has no part in the share
     train(model, optimiser, 1)
     watched.read()
-    assert shown() == ("no gradient yet 0.0%", pytest.approx([math.nan, 0.0], nan_ok=True))
+    assert shown() == ("silent 0.0%", pytest.approx([math.nan, 0.0], nan_ok=True))
 
 
 def test_turned_past_a_right_angle_and_apart():

@@ -193,6 +193,26 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
                     buffer.data.copy_(value)
 
 
+def _agreed(model: nn.Module, found: float | str) -> float | str:
+    """The greatest depth that any process has counted, if several train the model by DistributedDataParallel.
+
+    Each counts on a batch of its own, where branches have other shares, and loops other lengths; and with depths of
+    their own, their copies of the weights would drift apart.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return found
+    wrapper = nn.parallel.DistributedDataParallel
+    together = model if isinstance(model, wrapper) else wrapper._active_ddp_module
+    if together is None:
+        return found
+    mine = math.inf if isinstance(found, str) else found
+    depth = torch.tensor(mine, dtype=torch.float64, device=next(model.parameters()).device)
+    torch.distributed.all_reduce(depth, torch.distributed.ReduceOp.MAX, together.process_group)
+    if isinstance(found, str):
+        return found
+    return depth.item() if depth.isfinite() else "another process could not count it"
+
+
 class Asking(Protocol):
     """Whoever wants to know a depth."""
 
@@ -235,6 +255,7 @@ class Once:
                 found = f"{type(error).__name__}: {error}"
             finally:
                 self._busy = False
+            found = _agreed(model, found)
             asking._take_depth(found, self._counted)
             if isinstance(found, str):
                 return  # it may go better next time

@@ -86,7 +86,8 @@ class Nero(torch.optim.Optimizer):
             (reproducible from ``torch.manual_seed``).
         depth: what the angle is divided by, so that ``lr`` is what a step changes the whole network by; 1, which is the
             default, leaves it an angle. With ``"auto"`` it is counted (:func:`nero.depth_of`) when the module first
-            runs with gradients, which it then does twice, and which has to be before the first step.
+            runs with gradients, which it then does twice, and which has to be before the first step. Processes of
+            DistributedDataParallel take the greatest of their counts; to others that share gradients, give one number.
         backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU; it needs the extra ``cpu``),
             ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that serves.
 

@@ -39,12 +39,13 @@ class Store:
         self._commits: dict[Settings, list[str | None]] = {}
 
     def check(self, task: Task, bytes_needed: int) -> None:
-        """Raise now if the folder could not hold the work's results later."""
+        """Raise now if the folder, which is made when there is something to keep, could not hold the work's results."""
         folder = self.root / task.name
+        # where it is or will be made; a link to nowhere is in the way, and so counts
+        place = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-            free = shutil.disk_usage(folder).free
+            tempfile.TemporaryFile(dir=place).close()
+            free = shutil.disk_usage(place).free
         except OSError as error:
             raise StoreError(f"cannot write into {folder}: {error.strerror}; name another folder by --out") from error
         for part in folder.glob("*.part"):  # what a killed process left half written

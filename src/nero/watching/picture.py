@@ -1,4 +1,4 @@
-"""The picture of a watched run: how far each layer's neurons turned, step by step and in all, and their gradients."""
+"""The picture of a watched run, in the words of a reading: from start, turned, grad norm, and shares of neurons."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, ListedColormap, Normalize
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.projections.polar import PolarAxes
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from nero.watching.reading import Layer, Reading, Spread
 
@@ -30,28 +30,28 @@ class Track(NamedTuple):
     steps: list[int]
     layers: list[Layer]
 
-    def spread(self, of: Callable[[Layer], Spread]) -> Spread:
+    def spread(self, of: Callable[[Layer], Spread]) -> tuple[tuple[float, ...], ...]:
         """How a number was spread, reading by reading, as three curves."""
-        return Spread(*zip(*map(of, self.layers), strict=True))  # type: ignore[arg-type]
+        return tuple(zip(*map(of, self.layers), strict=True))
 
 
 def draw(readings: Sequence[Reading]) -> Figure:
-    """Angles from the start over the run and at its end; below, angles between readings, gradients, and troubles."""
+    """From start, over the run and at its end; below turned, grad norm, and the shares of neurons."""
     tracks = _tracks(readings)
     figure = Figure(figsize=(11.5, 7), dpi=160, layout="constrained")
     above, below = cast(list[SubFigure], figure.subfigures(2, 1, height_ratios=[1.55, 1]))
     left, right = cast(list[SubFigure], above.subfigures(1, 2, width_ratios=[1.5, 1]))
     _from_start(left, tracks)
     _rings(right, tracks)
-    turned, gradients, troubles = below.subplots(1, 3)
+    turned, grad_norm, shares = below.subplots(1, 3)
     _curves(turned, tracks, lambda layer: Spread(*map(math.degrees, layer.turned)))
     turned.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
     turned.set_ylim(bottom=0)
-    _dress(turned, "Turned since the reading before")
-    _curves(gradients, tracks, lambda layer: layer.grad_norm)
-    _logarithmic(gradients, [layer.grad_norm.middle for track in tracks for layer in track.layers])
-    _dress(gradients, "Norm of a neuron's gradient")
-    _troubles(troubles, readings)
+    _dress(turned, "Turned: the angle since the last reading")
+    _curves(grad_norm, tracks, _positive)
+    _logarithmic(grad_norm, [layer.grad_norm.middle for track in tracks for layer in track.layers])
+    _dress(grad_norm, "Grad norm: of a neuron")
+    _shares(shares, readings)
     return figure
 
 
@@ -80,8 +80,9 @@ def _from_start(figure: SubFigure, tracks: list[Track]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
     if axes.get_ylim()[1] > 75:
         axes.axhline(90, color=GREY, linewidth=1, linestyle=(0, (1, 2)))
-    _dress(axes, "Angle from the start", size=13)
-    line = "line: the median neuron" + ("; band: eight in ten" if len(tracks) <= NAMED else "")
+    _dress(axes, "From start: the angle since the watch began", size=13)
+    line, band = ("dot", "bar") if all(len(track.steps) == 1 for track in tracks) else ("line", "band")
+    line = f"{line}: the median neuron" + (f"; {band}: eight in ten" if len(tracks) <= NAMED else "")
     axes.text(0.99, 0.03, line, transform=axes.transAxes, ha="right", fontsize=SMALL, color=GREY)
     if len(tracks) > NAMED:
         scale = ScalarMappable(Normalize(1, len(tracks)), _colours())
@@ -92,10 +93,11 @@ def _from_start(figure: SubFigure, tracks: list[Track]) -> None:
     ends = {track.name: math.degrees(track.layers[-1].from_start.middle) for track in tracks}
     named = sorted((track for track in tracks if not math.isnan(ends[track.name])), key=lambda track: ends[track.name])
     heights = _apart([ends[track.name] for track in named], 0.055 * axes.get_ylim()[1])
+    lift = max(0.0, -min(heights, default=0.0))  # lest they stand below the axis
     for track, height in zip(named, heights, strict=True):
         axes.annotate(
             track.name.removesuffix(".weight"),
-            (1.015, height),
+            (1.015, height + lift),
             xycoords=("axes fraction", "data"),
             color=track.colour,
             fontsize=SMALL,
@@ -135,9 +137,7 @@ def _rings(figure: SubFigure, tracks: list[Track]) -> None:
     axes.grid(color=PALE, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_color(PALE)
-    axes.set_title(
-        "Where the layers stand at the end, the first inmost", fontsize=SMALL + 1, fontweight="bold", loc="left"
-    )
+    axes.set_title("From start: at the end, first layer inmost", fontsize=SMALL + 1, fontweight="bold", loc="left")
 
 
 def _apart(places: Sequence[float], room: float) -> list[float]:
@@ -157,12 +157,29 @@ def _curves(axes: Axes, tracks: list[Track], of: Callable[[Layer], Spread], weig
         low, middle, high = track.spread(of)
         if len(tracks) <= NAMED:  # more bands would hide each other
             axes.fill_between(track.steps, low, high, color=track.colour, alpha=0.09, linewidth=0)
-        axes.plot(track.steps, middle, color=track.colour, linewidth=weight)
+            if _is_a_point(middle):
+                axes.vlines(track.steps, low, high, color=track.colour, alpha=0.35, linewidth=weight)
+        axes.plot(track.steps, middle, color=track.colour, linewidth=weight, marker=_marker(middle))
+
+
+def _is_a_point(values: Sequence[float]) -> bool:
+    return sum(not math.isnan(value) for value in values) == 1
+
+
+def _marker(values: Sequence[float]) -> str:
+    """A dot for what was read once, of which a line would show nothing."""
+    return "o" if _is_a_point(values) else ""
+
+
+def _positive(layer: Layer) -> Spread:
+    """The norms of gradients, where there have been any: zero has no place among decades."""
+    return layer.grad_norm if layer.grad_norm.middle > 0 else Spread(math.nan, math.nan, math.nan)
 
 
 def _logarithmic(axes: Axes, values: list[float]) -> None:
     """Decades, with numbers between them where there are few."""
     positive = [value for value in values if value > 0]
+    axes.set_ylim(bottom=0)
     if positive:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(positive) < 100 * min(positive) else (1,)))
@@ -171,23 +188,25 @@ def _logarithmic(axes: Axes, values: list[float]) -> None:
         axes.set_ylim(min(positive) / 2, max(positive) * 2)
 
 
-def _troubles(axes: Axes, readings: Sequence[Reading]) -> None:
-    """Of all followed neurons, which never had a gradient, which listen to one input, which are not balanced."""
+def _shares(axes: Axes, readings: Sequence[Reading]) -> None:
+    """Of all followed neurons, which are silent, near limit and off balance; and how many updates were skipped."""
     kinds: dict[str, tuple[str, str, Callable[[Layer], float]]] = {
-        "no gradient yet": ("#D55E00", "-", lambda layer: layer.silent),
-        "one input alone": ("#0072B2", "--", lambda layer: layer.near_limit),
+        "silent": ("#D55E00", "-", lambda layer: layer.silent),
+        "near limit": ("#0072B2", "--", lambda layer: layer.near_limit),
         "off balance": ("#009E73", ":", lambda layer: layer.off_balance),
     }
     steps = [each.step for each in readings]
     for name, (colour, dashes, of) in kinds.items():
         shares = [_share(each, of) for each in readings]
         now = "-" if math.isnan(shares[-1]) else f"{shares[-1]:.1%}"
-        axes.plot(steps, shares, color=colour, linestyle=dashes, linewidth=1.8, label=f"{name} {now}")
+        axes.plot(
+            steps, shares, color=colour, linestyle=dashes, linewidth=1.8, marker=_marker(shares), label=f"{name} {now}"
+        )
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_ylim(0, max(0.05, axes.get_ylim()[1]))
     axes.legend(frameon=False, fontsize=SMALL, loc="upper right")
     skipped = sum(layer.skipped for layer in readings[-1].layers)
-    _dress(axes, f"Share of neurons (updates skipped: {skipped:,})")
+    _dress(axes, f"Shares of neurons; skipped: {skipped:,}")
 
 
 def _share(reading: Reading, of: Callable[[Layer], float]) -> float:
@@ -199,6 +218,7 @@ def _share(reading: Reading, of: Callable[[Layer], float]) -> float:
 
 def _dress(axes: Axes, title: str, size: float = SMALL + 1) -> None:
     axes.set_xlabel("step", fontsize=SMALL, color=GREY)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
     axes.set_title(title, fontsize=size, loc="left", fontweight="bold")
     axes.tick_params(labelsize=SMALL - 1, colors=GREY)
     axes.grid(color=PALE, linewidth=0.6)

@@ -20,6 +20,7 @@ import watching
 import nero
 from nero.backends import BACKENDS, eager
 from nero.paper.data import Images, Pictures
+from nero.paper.loops.ppo import PPO
 from nero.paper.record import read_records
 
 
@@ -246,6 +247,12 @@ def test_cells_side_by_side_are_timed_together():
     row = suite.time_cells(task, [("nero", 0.001), ("sgd", 0.1)], data, "float32", 1, 1.0)
     assert row["side_by_side"] == 2
     assert row["optimiser"] == "all"
+
+
+def test_all_that_steps_can_bring_has_come_before_they_are_timed():
+    """A graph that is captured in between takes seconds: of the GAN's smaller last batch, and of the game's learner."""
+    game = PPO()
+    assert max(50_000 / suite.TASKS["cgan"].batch, 2 * (game.steps + game.updates)) < suite.FIRST
 
 
 @pytest.mark.parametrize("epochs", ["0", "5"])

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeAlias
 from nero.paper.data.errors import DataError
 from nero.paper.data.whole import whole
 
-#: Told, as bytes arrive: the file's name, how many have come, and of how many (0 where the server does not say).
+#: Told, as work on a file goes on: what is done, such as "downloading train.txt", how many bytes of it are done, and of
+#: how many (0 where a server does not say).
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 #: How long, in seconds, a server may be silent.
@@ -51,7 +52,7 @@ def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress 
     with whole(path) as part:
         for url in [*urls] * ROUNDS:
             try:
-                _bring(url, part, checksum, partial(progress, path.name) if progress else None)
+                _bring(url, part, checksum, partial(progress, f"downloading {path.name}") if progress else None)
             except _HomeError as error:
                 failures.append(f"{url}: {error}")
             else:

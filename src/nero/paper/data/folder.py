@@ -14,7 +14,7 @@ class Folder:
     Args:
         dataset: its name.
         named: the folder the user asked for; None: $NERO_DATA, else nero's own in the user's cache.
-        progress: told of downloads.
+        progress: told of what takes long.
     """
 
     def __init__(self, dataset: str, named: Path | None, progress: Progress | None) -> None:

@@ -1229,17 +1229,17 @@ def test_a_full_gpu_is_told_in_a_line(command, tmp_path, monkeypatch):
     assert "--side-by-side" in code
 
 
-def test_downloads_are_told(command, tmp_path, monkeypatch):
+def test_what_data_waits_for_is_told(command, tmp_path, monkeypatch):
     def slow(name, _, progress):
-        progress("file.gz", 10, 2_000_000)
-        progress("file.gz", 2_000_000, 2_000_000)
-        progress("other.gz", 5, 0)
+        progress("downloading file.gz", 10, 2_000_000)
+        progress("downloading file.gz", 2_000_000, 2_000_000)
+        progress("tokenising other.gz", 5, 0)
         return made(name)
 
     monkeypatch.setattr(cli, "load", slow)
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 1, "--device", "cpu")
     assert code == 0
-    assert told.splitlines()[:2] == ["downloading file.gz, 2.0 MB", "downloading other.gz"]
+    assert told.splitlines()[:2] == ["downloading file.gz, 2.0 MB", "tokenising other.gz"]
 
 
 def test_a_report_of_nothing_says_how_to_get_something(command, tmp_path):

@@ -359,10 +359,8 @@ def test_downloads_from_the_first_home_that_has_it(
     assert files_in(tmp_path) == sorted(f"mnist/{name}.gz" for name in MNIST)
     for name in MNIST:
         size = len(home.files[f"/good/{name}.gz"])
-        assert [what for what in said if what[0] == f"{name}.gz"][-2:] == [
-            (f"{name}.gz", 0, size),
-            (f"{name}.gz", size, size),
-        ]
+        work = f"downloading {name}.gz"
+        assert [what for what in said if what[0] == work][-2:] == [(work, 0, size), (work, size, size)]
     home.files.clear()
     again = load("mnist", tmp_path)
     assert torch.equal(again.train.pixels, dataset.train.pixels), "what is there is not downloaded again"
@@ -392,7 +390,7 @@ def test_large_files_come_in_pieces(tmp_path: Path, home: Home, monkeypatch: pyt
     said: list[tuple[str, int, int]] = []
     wanted = "sha256:" + hashlib.sha256(bytes(250)).hexdigest()
     download.download([f"{home.url}/file"], tmp_path / "file", wanted, lambda *what: said.append(what), "")
-    assert said == [("file", done, 250) for done in (0, 100, 200, 250)]
+    assert said == [("downloading file", done, 250) for done in (0, 100, 200, 250)]
 
 
 @pytest.mark.parametrize(

@@ -179,12 +179,12 @@ def _load(name: str, folder: Path | None) -> Dataset:
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bars: dict[str, Any] = {}
 
-        def tell(file: str, done: int, total: int) -> None:
-            if file not in bars:
-                bars[file] = progress.add_task(file, total=total or None)
+        def tell(work: str, done: int, total: int) -> None:
+            if work not in bars:
+                bars[work] = progress.add_task(work, total=total or None)
                 if not console.is_terminal:
-                    console.print(f"downloading {file}" + (f", {total / 1e6:.1f} MB" if total else ""))
-            progress.update(bars[file], completed=done)
+                    console.print(work + (f", {total / 1e6:.1f} MB" if total else ""))
+            progress.update(bars[work], completed=done)
 
         return load(name, folder, progress=tell)
 

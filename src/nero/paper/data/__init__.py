@@ -143,8 +143,8 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
         name: "mnist", "cifar10", "wikitext2" or "multi30k"; "imagenet", which stands for any folder of classes; or a
             game, "pong".
         folder: where the files are, or are to be; None: $NERO_DATA, else ``~/.cache/nero``.
-        progress: told, as a file downloads, its name, how many bytes have come, and of how many
-            (0 where the server does not say).
+        progress: told, as a file is downloaded or tokenised, just that and its name, how many bytes are done, and of
+            how many (0 where a server does not say).
 
     Raises:
         DataError: if a file is broken or malformed, or is neither there nor to be had.

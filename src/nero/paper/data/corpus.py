@@ -68,7 +68,7 @@ def words(content: bytes, source: str) -> list[str]:
     if len(found) < least:
         raise DataError(
             f"{source} has {len(found)} words, and a text needs {least}. Delete it and run again, "
-            "to have it brought anew"
+            "to have the data brought anew"
         )
     return found
 

@@ -1,19 +1,19 @@
 """Bring a file from where it is published: whole and checked, or not at all."""
 
-import errno
 import hashlib
-import os
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from nero.paper.data.errors import DataError
+from nero.paper.data.whole import whole
 
-#: Told, as bytes arrive: the file's name, how many have come, and of how many (0 where the server does not say).
+#: Told, as work on a file goes on: what is done, such as "downloading train.txt", how many bytes of it are done, and of
+#: how many (0 where a server does not say).
 Progress: TypeAlias = Callable[[str, int, int], None]
 
 #: How long, in seconds, a server may be silent.
@@ -48,26 +48,17 @@ def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress 
         progress: told as bytes arrive.
         otherwise: what a person can do if nobody gives the file, for the error.
     """
-    # the name counts for nothing, and no two processes share it, so neither half a file nor a rival does harm
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     failures = []
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as part:
         for url in [*urls] * ROUNDS:
             try:
-                _bring(url, part, checksum, partial(progress, path.name) if progress else None)
+                _bring(url, part, checksum, partial(progress, f"downloading {path.name}") if progress else None)
             except _HomeError as error:
                 failures.append(f"{url}: {error}")
             else:
-                part.replace(path)
                 return
-    except OSError as error:
-        raise _disk(error, path) from error
-    finally:
-        with suppress(OSError):  # whatever is the matter with it has been said
-            part.unlink(missing_ok=True)
-    tried = "\n".join(f"  {failure}" for failure in dict.fromkeys(failures)) or "  no home of it is known"
-    raise DataError(f"could not download {path.name}; this was tried:\n{tried}\n{otherwise}")
+        tried = "\n".join(f"  {failure}" for failure in dict.fromkeys(failures)) or "  no home of it is known"
+        raise DataError(f"could not download {path.name}; this was tried:\n{tried}\n{otherwise}")
 
 
 def _bring(url: str, part: Path, checksum: str, progress: Callable[[int, int], None] | None) -> None:
@@ -95,10 +86,3 @@ def _pieces(url: str) -> Generator[_Piece, None, None]:
         raise _HomeError(str(error) or type(error).__name__) from error
     if done < total:
         raise _HomeError(f"broke off after {done:,} of {total:,} bytes")
-
-
-def _disk(error: OSError, path: Path) -> DataError:
-    elsewhere = "name another folder with --data or $NERO_DATA"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DataError(f"the disk is full: {path.parent} has no room for {path.name}; make some, or {elsewhere}")
-    return DataError(f"{path} cannot be written ({error}): give yourself the right to, or {elsewhere}")

@@ -14,7 +14,7 @@ class Folder:
     Args:
         dataset: its name.
         named: the folder the user asked for; None: $NERO_DATA, else nero's own in the user's cache.
-        progress: told of downloads.
+        progress: told of what takes long.
     """
 
     def __init__(self, dataset: str, named: Path | None, progress: Progress | None) -> None:
@@ -57,14 +57,19 @@ def read(path: Path) -> bytes:
 
 def checked(content: bytes, name: str, source: str) -> bytes:
     """The content as it is, if it has the checksum of the file of that name."""
-    seen = digest(sources.FILES[name])
-    seen.update(content)
-    if seen.hexdigest() != sources.FILES[name].partition(":")[2]:
+    if not intact(content, name):
         raise DataError(
             f"{source} is broken or incomplete: it has {len(content):,} bytes, and not the checksum "
-            f"{sources.FILES[name]}. Delete it and run again, to have it brought anew"
+            f"{sources.FILES[name]}. Delete it and run again, to have the data brought anew"
         )
     return content
+
+
+def intact(content: bytes, name: str) -> bool:
+    """Whether a content has the checksum of the file of that name."""
+    seen = digest(sources.FILES[name])
+    seen.update(content)
+    return seen.hexdigest() == sources.FILES[name].partition(":")[2]
 
 
 def _chosen(named: Path | None) -> Path:

@@ -72,7 +72,7 @@ def lines(content: bytes, source: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
-            "or delete it and run again, to have it brought anew"
+            "or delete it and run again, to have the data brought anew"
         ) from error
     return text.removesuffix("\n").split("\n") if text else []
 
@@ -98,4 +98,4 @@ def _labels(labels: Tensor, source: str) -> Tensor:
 
 
 def _malformed(source: str, what: str) -> DataError:
-    return DataError(f"{source} is malformed: {what}. Delete it and run again, to have it brought anew")
+    return DataError(f"{source} is malformed: {what}. Delete it and run again, to have the data brought anew")

@@ -12,6 +12,7 @@ from nero.paper.data.errors import DataError
 from nero.paper.data.folder import Folder, read
 from nero.paper.data.formats import lines
 from nero.paper.data.texts import NOTHING, Texts
+from nero.paper.data.tokens import tokenise
 
 #: The first words of the vocabulary: nothing, a rare word, and the ends of a sentence.
 SPECIAL = ("<blank>", "<unk>", "<s>", "</s>")
@@ -106,11 +107,12 @@ def _up(count: int, step: int) -> int:
 
 
 def multi30k(folder: Folder) -> Pairs:
-    """Multi30k from its six files."""
-    names = tuple(name for pair in sources.MULTI30K for name in pair)
+    """Multi30k from its six files, which are made from the raw ones if these are there."""
+    tokenise(folder)
+    by_hand = (*sources.MULTI30K_RAW, f"or the raw {', '.join(sources.MULTI30K_RAW.values())}")
 
     def sentences(name: str) -> list[list[str]]:
-        path = folder.find(name) or folder.bring(name, sources.FOLDERS["multi30k"], names)
+        path = folder.find(name) or folder.bring(name, sources.FOLDERS["multi30k"], by_hand)
         return [line.split() for line in lines(read(path), str(path))]
 
     def both(german: str, english: str) -> list[tuple[list[str], list[str]]]:

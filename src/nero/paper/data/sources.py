@@ -27,6 +27,13 @@ FILES: dict[str, str] = {
     "val.lc.norm.tok.en": "sha256:46573ce391ae227f1c72f873392436a20ef18e0a6d518098cfbd70b77c8572ec",
     "test_2016_flickr.lc.norm.tok.de": "sha256:c6a33d39d48f9f510de147651316cd9d918e09ad0219df734a2f16b6baccacc4",
     "test_2016_flickr.lc.norm.tok.en": "sha256:5b7f32627cf99eced828311b955dae9800bb52bc8b91cf8b6526829e605b29d2",
+    # the raw ones, as they are when unpacked
+    "train.de": "sha256:2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
+    "train.en": "sha256:460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
+    "val.de": "sha256:660e09eb7e1da2f856ea13ee5ad3cf6d36b3d5b0b733c857e94c5747a3dfc660",
+    "val.en": "sha256:1f2a23d992769b5b3d209b0a10dd0b77c08cceb1f20dfb97ed0aafa49d107227",
+    "test_2016_flickr.de": "sha256:4be6b5b3236b79c25475c6bb829800a7ce559e9ba7a1f6c2394fe4d40be46d16",
+    "test_2016_flickr.en": "sha256:399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182",
 }
 
 #: MNIST's files without their ".gz", as (images, labels).
@@ -39,9 +46,14 @@ CIFAR10_TEST = "test_batch.bin"
 WIKITEXT2 = ("train.txt", "valid.txt", "test.txt")
 #: Likewise, each in German and in English; as its authors published it: lower-cased, normalised, tokenised.
 MULTI30K = tuple((f"{part}.lc.norm.tok.de", f"{part}.lc.norm.tok.en") for part in ("train", "val", "test_2016_flickr"))
+#: By these names, those of its raw files without a ".gz".
+MULTI30K_RAW = {name: name.replace(".lc.norm.tok", "") for pair in MULTI30K for name in pair}
 
 #: The folder of a data set's files, within the user's.
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2", "multi30k": "multi30k/tok"}
+
+#: The folders, within the user's, where Multi30k's raw files may be.
+RAW_FOLDERS = ("multi30k/raw", "multi30k", "multi30k/tok", "")
 
 #: The data sets whose files have names that other files may have.
 PLAIN_NAMES = ("wikitext2",)

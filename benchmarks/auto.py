@@ -1,9 +1,9 @@
 """Whether lr="auto" does as well as a tuned rate: perceptrons of 5 to 100 layers at every rate, and the paper's tasks.
 
 `auto.py depths` trains perceptrons on MNIST for 5 epochs, at rates from 0.0003 to 0.03 and with "auto" at several
-amounts of trust. `auto.py TASK ...` trains by "auto" what the paper's suite trains at the tuned rate. Records, as the
-suite writes them, go to benchmarks/results/auto. `auto.py draw` makes docs/figures/auto.png of them and says how far
-"auto" is from the best.
+amounts of trust; `auto.py falling` does the same with a rate that falls to zero. `auto.py TASK ...` trains by "auto"
+what the paper's suite trains at the tuned rate. Records, as the suite writes them, go to benchmarks/results/auto.
+`auto.py draw` makes docs/figures/auto.png of them and says how far "auto" is from the best.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a part of the study, or draw it, from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("what", nargs="+", choices=("depths", "draw", *TASKS), metavar="depths, draw or TASK")
+    parser.add_argument("what", nargs="+", choices=(*STUDIES, "draw", *TASKS), metavar="depths, falling, draw or TASK")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
     parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/auto", help="where the records go")
@@ -56,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         if what == "draw":
             draw(arguments.out, arguments.figure, console)
             continue
-        tasks = [perceptron(count) for count in arguments.layers] if what == "depths" else [automatic(TASKS[what])]
+        make = STUDIES.get(what)
+        tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what])]
         for task in tasks:
             go(task, settings(task, arguments.precision, arguments.epochs, arguments.seeds), arguments, console)
     return 0
@@ -71,6 +72,18 @@ def perceptron(layers: int) -> Task:
         contenders={"nero": Contender("nero", best=0.01), "auto": _automatic(Contender("nero", best=0.01))},
         epochs=EPOCHS,
     )
+
+
+def falling(layers: int) -> Task:
+    """The same, with a rate that falls to zero, step by step, where the other falls by a third in all."""
+    task = perceptron(layers)
+    return replace(
+        task, name=f"{task.name}-falling", schedule=lambda step, steps_an_epoch: 1 - step / (EPOCHS * steps_an_epoch)
+    )
+
+
+#: What the perceptrons are tried with.
+STUDIES = {"depths": perceptron, "falling": falling}
 
 
 def automatic(task: Task) -> Task:

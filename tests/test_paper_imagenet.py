@@ -188,6 +188,11 @@ def test_more_that_is_missing_or_broken(tmp_path: Path, monkeypatch: pytest.Monk
     list_of.write_text(lines + "a_0.JPEG\n")
     with pytest.raises(DataError, match="malformed: line 7 is not a file, a tab and a class"):
         find(tiny)
+    list_of.write_bytes(lines.encode() + "é".encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{list_of} is not UTF-8: byte {len(lines)} is 0xe9. Save it as UTF-8"):
+        find(tiny)
+    list_of.write_bytes(lines.replace("\n", "\r\n").encode())
+    assert find(tiny).classes == ("a", "b", "c")
     list_of.unlink()
     with pytest.raises(DataError, match="val has no class a"):
         find(tiny)

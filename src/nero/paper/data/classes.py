@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nero.paper.data.errors import DataError
+from nero.paper.data.formats import lines
 
 ENDINGS = (".jpeg", ".jpg", ".png")
 ANNOTATIONS = "val_annotations.txt"
@@ -116,7 +117,7 @@ def _annotated(path: Path) -> dict[str, list[str]]:
     """The images of a list: on each line a file of the folder "images", a tab, its class, and perhaps more."""
     there = {each.name for each in _entries(path.parent / "images")} if (path.parent / "images").is_dir() else set()
     found: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines(path.read_bytes(), str(path)), 1):
         file, _, rest = line.partition("\t")
         name = rest.partition("\t")[0].strip()
         if not name:

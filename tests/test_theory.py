@@ -251,6 +251,10 @@ def test_the_bound_wants_layers(layers):
 def test_the_bound_wants_a_balanced_network():
     with pytest.raises(ValueError, match=r"not balanced.*nero\.balance_"):
         theory.generalisation_bound(nn.Linear(5, 3), 1.0, 10)
+    nought = nn.Linear(8, 3, bias=False)
+    nn.init.zeros_(nought.weight)
+    with pytest.raises(ValueError, match="zero or constant"):
+        theory.generalisation_bound(nought, 0.1, 100)
 
 
 # -- pre-activations ---------------------------------------------------------------------------

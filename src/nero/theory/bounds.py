@@ -164,7 +164,10 @@ def generalisation_bound(
     if isinstance(network, nn.Module):
         layers = [(layer.neurons, layer.fan_in) for layer in layers_of(network)]
         if not is_balanced(network):
-            raise ValueError("the network is not balanced, and the bound is of balanced ones: nero.balance_(model)")
+            raise ValueError(
+                "the network is not balanced, and the bound is of balanced ones: give neurons that are zero or "
+                "constant other weights, and call nero.balance_(model)"
+            )
         given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"]
     else:
         layers, given = list(network) if isinstance(network, Iterable) else [], []

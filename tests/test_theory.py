@@ -527,6 +527,46 @@ def test_measuring_leaves_all_as_it_was():
     assert torch.equal(model[0].weight, before["0.weight"])
 
 
+class Counting(nn.Module):
+    """A layer with buffers that a run writes to, replaces, fills and adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("filled", None)
+        self.register_buffer("wide", torch.ones(1).expand(5))  # to which nobody can write
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.written += 1
+        self.replaced = self.replaced + 1
+        self.filled = torch.ones(3)
+        self.register_buffer("added", torch.ones(3))
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, x: theory.relative_change(model, lambda model: model(x).square().sum(), {"layer.weight": x[:1]}),
+        lambda model, x: theory.preactivations(model, x),
+        lambda model, x: theory.robustness(model, (x, (x[:, 0] > 0).long()), fix_mean=False, rotations=2, examples=1),
+        lambda model, x: nero.depth_of(model, x),
+    ],
+)
+def test_buffers_are_put_back_whatever_a_run_does_to_them(measure):
+    model = Counting()
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.tensor([[1.0, 0.0]]))
+    before = dict(model.named_buffers())
+    measure(model, torch.tensor([[1.0, 1.0], [-1.0, 0.0]]))
+    after = dict(model.named_buffers())
+    assert list(after) == list(before) == ["written", "replaced", "wide"]
+    assert all(after[name] is buffer for name, buffer in before.items())
+    assert (model.written, model.replaced, model.filled) == (0, 0, None)
+
+
 def test_both_gradients_see_the_same_dropout():
     model = nn.Sequential(nn.Linear(50, 50), nn.Dropout(), nn.Linear(50, 1))
     step = {"0.weight": 1e-6 * torch.randn(50, 50)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from nero.theory.keeping import keeping
+from nero.keeping import keeping
 from nero.theory.layers import layers_of
 from nero.theory.table import table
 

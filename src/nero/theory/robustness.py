@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nero.keeping import keeping
 from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
-from nero.theory.keeping import keeping
 from nero.theory.layers import Layer, layers_of
 
 #: Angles below this are taken for zero.

@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from nero.keeping import keeping
 from nero.roles import KINDS, Kind
-from nero.theory.keeping import keeping
 from nero.theory.layers import NEURONS, Layer, Perturbation, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
 

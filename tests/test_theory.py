@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 
 import nero
 import nero.theory
@@ -326,6 +327,14 @@ def test_layers_that_run_twice_or_cannot_be_seen():
     assert (row.name, row.layer, row.samples) == ("layer", "Linear", 2 * 30)
     assert found.left_out == ("table.weight", "rnn.weight_ih_l0", "rnn.weight_hh_l0")
     assert str(found).endswith("not seen: table.weight, rnn.weight_ih_l0, rnn.weight_hh_l0")
+
+
+@pytest.mark.parametrize("norm", [weight_norm, nero.centred_weight_norm])
+def test_a_model_may_be_a_parametrised_layer(norm):
+    layer, inputs = norm(nn.Linear(8, 4)), torch.randn(9, 8)
+    (row,) = theory.preactivations(layer, inputs).layers
+    assert (row.name, row.layer, row.samples) == ("", "Linear", 9)
+    torch.testing.assert_close(row.means.float(), layer(inputs).mean(0))
 
 
 def test_one_unbatched_image_has_places():

@@ -122,8 +122,8 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
         raise ValueError("the batch is empty: there are no pre-activations to measure")
     owners: dict[str, list[str]] = {}
     for layer in layers_of(model):
-        prefix = layer.name.partition(".parametrizations")[0]
-        owner = layer.name.rpartition(".")[0] if prefix == layer.name else prefix
+        before, parametrised, _ = f".{layer.name}".partition(".parametrizations.")
+        owner = before[1:] if parametrised else layer.name.rpartition(".")[0]
         owners.setdefault(owner, []).append(layer.name)
     modules = dict(model.named_modules())
     seen: dict[str, list[Tensor]] = {}

@@ -445,6 +445,16 @@ def quadratic(model: nn.Module) -> Tensor:
     return 0.5 * model.weight.square().sum()
 
 
+def test_a_bound_beyond_all_numbers_is_infinite():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(50)]).double()
+    step = {name: 1e8 * torch.randn_like(weight) for name, weight in weights_of(model).items()}
+    found = theory.deep_relative_trust(model, lambda model: model(torch.ones(3, 4).double()).square().sum(), step)
+    assert found.bound == math.inf
+    assert found.holds
+    assert str(found).splitlines()[2].split()[3:] == ["inf", "0"]
+
+
 @pytest.mark.parametrize(("size", "stable"), [(0.1, True), (0.999, True), (1.001, False), (1.9, False), (-0.1, False)])
 def test_a_quadratics_steps_are_stable_up_to_its_minimum(size: float, stable: bool):
     model = nn.Linear(4, 3, bias=False, dtype=torch.float64)

@@ -221,7 +221,8 @@ def deep_relative_trust(
         deep relative trust holds for this perturbation
     """
     layers = relative_change(model, loss, perturbation, kinds=kinds).layers
-    bound = math.expm1(math.fsum(math.log1p(layer.size) for layer in layers))
+    log_product = math.fsum(math.log1p(layer.size) for layer in layers)
+    bound = torch.tensor(log_product, dtype=torch.float64).expm1().item()  # infinite, where math's would raise
     return DeepRelativeTrust(layers, bound)
 
 

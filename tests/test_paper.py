@@ -830,6 +830,20 @@ def test_a_checkpoint_of_another_run_is_refused(task, settings, device, what, tm
         store.begin(task, settings, device)
 
 
+@pytest.mark.parametrize("key", ["run", "commits", "curve", "seconds", "model", "optimiser", "generator", "totals"])
+def test_a_checkpoint_that_lacks_something_is_refused(key, tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("adam")
+    training = Supervised(TINY, settings, made())
+    training.advance()
+    store.save(training)
+    path = store.path(TINY, settings, ".checkpoint")
+    state = torch.load(path, weights_only=True)
+    del state[key]
+    torch.save(state, path)
+    with pytest.raises(StoreError, match=rf"{path} lacks '{key}', .*: delete it to begin this run again"):
+        train(TINY, [settings], made(), store, Watch())
+
+
 def test_a_record_of_another_run_is_refused(tmp_path):
     store = Store(tmp_path)
     runs = [TINY.settings("sgd", rate) for rate in (0.01234567, 0.01234572)]

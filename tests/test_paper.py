@@ -432,6 +432,16 @@ def test_a_perfect_translation_has_a_bleu_of_a_hundred(monkeypatch, tmp_path):
     assert training.verdict() == {}
 
 
+def test_what_a_record_will_lack_is_told_at_the_start(monkeypatch, tmp_path):
+    task = TASKS["translation"]
+    told = "without sacrebleu there will be no BLEU: for it, pip install 'nero-optim[paper]'"
+    for there, done, words in ((True, 0, False), (False, 0, True), (False, 1, False)):
+        monkeypatch.setattr("nero.paper.progress.find_spec", lambda _, there=there: there or None)
+        shown, text = display(False, tmp_path)
+        shown.plan(task, [task.settings("nero")], [{}] * done)
+        assert (told in text.getvalue()) == words
+
+
 def test_the_rate_of_a_translation_rises_and_falls_epoch_by_epoch():
     rate = TASKS["translation"].schedule
     assert [rate(step, 10) for step in (0, 9, 10, 495, 500, 505, 510, 985, 999)] == pytest.approx(

@@ -155,6 +155,15 @@ def break_in(folder: Path, what: str) -> Path:
     return path
 
 
+def test_what_programs_hide_is_no_class_and_no_image(tmp_path: Path):
+    folder = made(tmp_path / "made")
+    before = find(folder)
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    image(folder / "val" / ".ipynb_checkpoints" / "0-checkpoint.JPEG")
+    (folder / "train" / "a" / "._0.JPEG").write_bytes(b"what a Mac leaves beside a file")
+    assert find(folder) == before
+
+
 @pytest.mark.parametrize(
     ("what", "named", "says"),
     [

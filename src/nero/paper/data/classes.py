@@ -129,8 +129,9 @@ def _annotated(path: Path) -> dict[str, list[str]]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds, but for what programs hide there, such as .ipynb_checkpoints."""
     with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda each: each.name)
+        return sorted((each for each in entries if not each.name.startswith(".")), key=lambda each: each.name)
 
 
 def _listing(found: dict[str, list[str]], classes: tuple[str, ...]) -> Listing:

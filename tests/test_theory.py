@@ -122,6 +122,23 @@ def test_balls_bound_is_one(dim: int, angle: float):
     assert cap.ball <= cap.measure <= 0.5 + 1e-12
 
 
+@pytest.mark.parametrize("angle", [1e-8, 1e-150, 1e-161, 1e-170, 1e-308, 5e-324])
+@pytest.mark.parametrize("dim", [1, 2, 10, 782])
+def test_caps_of_tiny_angles_are_flat(dim: int, angle: float):
+    """A ball in the tangent space, of volume π^(k/2) α^k / Γ(k/2 + 1), of 2 π^((k+1)/2) / Γ((k+1)/2)."""
+    cap = theory.cap_measure(dim, angle)
+    ball = dim / 2 * math.log(math.pi) + dim * math.log(angle) - math.lgamma(dim / 2 + 1)
+    sphere = math.log(2) + (dim + 1) / 2 * math.log(math.pi) - math.lgamma((dim + 1) / 2)
+    assert cap.log_measure == pytest.approx(ball - sphere, rel=1e-12)
+    assert cap.log_ball < cap.log_measure
+    assert "e-" in str(cap)
+
+
+@pytest.mark.parametrize("dim", [1, 10**6, 10**16, 10**18])
+def test_half_of_any_sphere_is_half(dim: int):
+    assert theory.cap_measure(dim, math.pi / 2).measure == pytest.approx(0.5, rel=1e-6)
+
+
 def test_caps_grow_smoothly_where_the_method_changes():
     """Along a fine row of angles and of dimensions, the logarithm rises and falls without a jump."""
     at = [theory.cap_measure(50, 1.2 + 1e-4 * step).log_measure for step in range(3600)]

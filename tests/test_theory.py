@@ -1074,6 +1074,11 @@ def test_complex_neurons_are_refused():
         ({"wait": torch.ones(2, 3)}, ValueError, "'wait' is no trained parameter.*names are like weight, bias"),
         ({"weight": torch.ones(3, 2)}, ValueError, r"shaped \(3, 2\), the parameter \(2, 3\)"),
         ({"weight": torch.full((2, 3), math.nan)}, ValueError, "infinite or not a number"),
+        *(
+            ({"weight": torch.ones(2, 3, dtype=dtype)}, TypeError, f"is {dtype}, .*: give it in floating point")
+            for dtype in (torch.int64, torch.bool, torch.complex64)
+        ),
+        ({"weight": torch.ones(2, 3).to_sparse()}, TypeError, r"laid out as torch\.sparse_coo: .* dense"),
         ({"weight": torch.zeros(2, 3)}, ValueError, "moves nothing"),
         ({}, ValueError, "moves nothing"),
     ],
@@ -1091,14 +1096,38 @@ def test_perturbations_must_fit(perturbation, error, message):
         (lambda model: model(torch.ones(2, 3)), "a tensor of one number"),
         (lambda _: 1.0, "a tensor of one number"),
         (lambda model: model(torch.ones(0, 3)).mean(), "the loss is nan.*is the batch empty"),
+        (lambda model: torch.where(model.weight == 1, math.inf, model.weight).sum(), "inf: .*is the step too long"),
         (lambda _: torch.ones((), requires_grad=True), "does not depend on the model's parameters"),
         (lambda _: torch.ones(()), "does not depend on the model's parameters"),
         (lambda model: (0 * model.weight).sqrt().sum(), "gradient of 'weight' holds values that are infinite or not"),
     ],
 )
 def test_losses_must_be_losses(loss, message):
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
     with pytest.raises(ValueError, match=message):
-        theory.relative_change(nn.Linear(3, 2), loss, {"weight": torch.ones(2, 3)})
+        theory.relative_change(model, loss, {"weight": torch.ones(2, 3)})
+
+
+def test_sparse_gradients_are_the_dense_ones():
+    table = nn.Embedding(5, 4)
+    sparse = nn.Embedding(5, 4, sparse=True, _weight=table.weight.detach().clone())
+    one, other = (
+        theory.relative_change(
+            each, lambda model: model(torch.tensor([1, 2])).square().sum(), {"weight": torch.ones(5, 4)}
+        )
+        for each in (table, sparse)
+    )
+    assert one == other
+
+
+def test_inference_mode_has_no_gradients():
+    model, inputs, labels = robust_case()
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match=r"in torch\.inference_mode\(\) there are no gradients"):
+            theory.robustness(model, (inputs, labels))
+        with pytest.raises(RuntimeError, match=r"in torch\.inference_mode\(\) there are no gradients"):
+            theory.relative_change(model, lambda model: model(inputs).sum(), {"weight": torch.ones(3, 4)})
 
 
 def test_a_step_to_where_there_is_no_gradient_is_refused():
@@ -1116,7 +1145,12 @@ def test_a_number_is_no_loss():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"points": 0}, "points must be"), ({"kinds": "neuron"}, "kinds must be some of")]
+    ("options", "message"),
+    [
+        ({"points": 0}, "points must be"),
+        *(({"kinds": kinds}, "kinds must be some of") for kinds in ("neuron", (), None, 3, [["gain"]], ["neurons"])),
+        ({"kinds": ("gain",)}, r"Linear has no gain to train; nero\.describe"),
+    ],
 )
 def test_options_of_changes(options, message):
     with pytest.raises(ValueError, match=message):
@@ -1136,6 +1170,9 @@ def robust_case() -> tuple[nn.Module, Tensor, Tensor]:
         (lambda x, y: (x[:0], y[:0]), ValueError, "0 inputs and 0 labels: the batch is empty"),
         (lambda x, y: (x[:3], y), ValueError, "3 inputs and 6 labels, and must be as many"),
         (lambda x, _: x, TypeError, "a pair of tensors"),
+        (lambda x, y: (x.sum(), y), TypeError, "inputs must be one example a row"),
+        (lambda x, y: (x.double(), y), ValueError, r"does not run on an example of torch\.float64, shaped \(1, 4\): "),
+        (lambda x, y: (x[:, :3], y), ValueError, r"does not run on an example of torch\.float32, shaped \(1, 3\): "),
         (lambda x, y: (x, y.tolist()), TypeError, "a pair of tensors"),
         (lambda x, y: (x, y.float()), TypeError, "labels must be whole numbers"),
         (lambda x, y: (x, y + 2), ValueError, "but the model has 3 outputs: classes are 0 to 2"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nero.keeping import keeping
 from nero.roles import KINDS, Kind
-from nero.theory.layers import NEURONS, Layer, Perturbation, check_perturbation, layers_of, length, ratio
+from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
@@ -136,14 +136,15 @@ def relative_change(
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ValueError(f"points must be a whole number of 1 or more, but it is {points!r}")
     parameters = dict(model.named_parameters())
-    before = _gradients(model, loss, layers)
+    check_mode()
+    before = _gradients(model, loss, layers, "is the batch empty?")
     changes = [0.0] * len(layers)
     for point in range(1, points + 1):
         with keeping(model, perturbation):
             with torch.no_grad():
                 for name, change in perturbation.items():
                     parameters[name].add_(change.to(parameters[name]), alpha=point / points)
-            after = _gradients(model, loss, layers)
+            after = _gradients(model, loss, layers, "is the step too long?")
         changes = [max(most, length(b - a)) for most, a, b in zip(changes, before, after, strict=True)]
     return RelativeChange(
         tuple(
@@ -239,15 +240,16 @@ def _cosine(change: Tensor | None, gradient: Tensor) -> float:
     return max(-1.0, min(1.0, -inner / (length(change) * length(gradient))))
 
 
-def _gradients(model: nn.Module, loss: Loss, layers: list[Layer]) -> list[Tensor]:
+def _gradients(model: nn.Module, loss: Loss, layers: list[Layer], doubt: str) -> list[Tensor]:
     parameters = [layer.parameter for layer in layers]
     with keeping(model), torch.enable_grad():
         value = loss(model)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError("the loss must be a tensor of one number, such as cross_entropy(model(inputs), labels)")
         if not bool(value.isfinite()):
-            raise ValueError(f"the loss is {value.item()}: it has no gradient (is the batch empty?)")
-        found = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
+            raise ValueError(f"the loss is {value.item()}: it has no gradient ({doubt})")
+        made = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
+    found = [None if gradient is None else gradient.to_dense() for gradient in made]
     if not any(gradient is not None for gradient in found):
         raise ValueError("the loss does not depend on the model's parameters")
     for layer, gradient in zip(layers, found, strict=True):

@@ -371,6 +371,14 @@ def test_one_example_has_no_variance(batch):
         theory.preactivations(nn.Linear(4, 3), batch)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_statistics(bad):
+    batch = torch.ones(3, 4)
+    batch[1, 2] = bad
+    with pytest.raises(ValueError, match="layer '0' gives values that are infinite or not a number: look for them in"):
+        theory.preactivations(nn.Sequential(nn.Linear(4, 3)), batch)
+
+
 def test_sums_that_nobody_sees():
     with pytest.raises(ValueError, match="no layer's sums can be seen"):
         theory.preactivations(nn.Embedding(4, 3), torch.tensor([1, 2]))

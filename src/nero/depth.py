@@ -54,8 +54,8 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
 
     Raises:
         TypeError: if it is no module.
-        ValueError: if no trained layer is found on the way from the inputs to what the model gives, or if the way
-            cannot be followed.
+        ValueError: if no trained layer is found on the way from the inputs to what the model gives, if the way
+            cannot be followed, or if branches that are added are not numbers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -157,7 +157,13 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
         return _Signal(max(depths), trained)
     squares = [_square(each) for each in given]
     squares[name != "rsub"] *= float(options.get("alpha", 1)) ** 2
-    if not (total := sum(squares)) or not math.isfinite(total):
+    total = sum(squares)
+    if math.isnan(total):
+        raise ValueError(
+            "branches that are added hold values that are not a number, so that their shares and the model's depth are "
+            f"not known: run it on other inputs, or {_INSTEAD}"
+        )
+    if not total or math.isinf(total):  # what was masked, as by -inf, tells no share
         return _Signal(max(depths), trained)
     shared = sum(square * each**2 for square, each in zip(squares, depths, strict=True)) / total
     return _Signal(math.sqrt(shared), trained)

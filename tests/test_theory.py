@@ -8,6 +8,7 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -161,6 +162,25 @@ def test_angles_have_a_range(angle):
 def test_spheres_have_a_dimension(dim):
     with pytest.raises(ValueError, match="dim must be a whole number of 1 or more"):
         theory.cap_measure(dim, 1.0)
+
+
+def test_whole_numbers_may_be_numpys():
+    assert theory.cap_measure(np.int64(10), 0.3) == theory.cap_measure(10, 0.3)
+    assert theory.pac_bayes_bound(-1.0, np.int32(10)) == theory.pac_bayes_bound(-1.0, 10)
+    assert theory.generalisation_bound(np.array([[3, 5]]), 1.0, 10) == theory.generalisation_bound([(3, 5)], 1.0, 10)
+    model, inputs, labels = robust_case()
+    asked = {"rotations": 4, "examples": 1, "steps": 2}
+    one, other = (
+        theory.robustness(model, (inputs, labels), **{name: kind(value) for name, value in asked.items()})
+        for kind in (int, np.int64)
+    )
+    assert one == other
+    step = {"weight": torch.ones(3, 4)}
+    one, other = (
+        theory.is_stable_step(model, lambda model: model(inputs).square().sum(), step, points=kind(2))
+        for kind in (int, np.int64)
+    )
+    assert one == other
 
 
 def test_the_incomplete_beta_function_is_the_binomials_tail():

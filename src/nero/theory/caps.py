@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from nero.theory.whole import whole
+
 #: From here on the error of Stirling's series, as far as it is taken, is less than float64's rounding.
 _STIRLING = 20.0
 _ROUNDS = 100_000
@@ -67,8 +69,7 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
         >>> print(cap_measure(782, 0.1))
         a cap of 0.1 rad covers 3.89e-785 of S^782 (Ball: at least 1.42e-1018)
     """
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise ValueError(f"dim must be a whole number of 1 or more, the dimension of a sphere, but it is {dim!r}")
+    dim = whole("dim", dim, 1, ", the dimension of a sphere")
     check_angle("angle", angle)
     sine, cosine = math.sin(angle), math.cos(angle)
     log_sine = math.log(sine)  # the square of the sine, or half of it, may be too small for a float

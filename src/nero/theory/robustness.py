@@ -13,6 +13,7 @@ from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
 from nero.theory.layers import Layer, check_mode, layers_of
+from nero.theory.whole import whole
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9
@@ -129,9 +130,8 @@ def robustness(
         '0.8 to 0.8, by example 0'
     """
     check_angle("limit", limit)
-    for name, count in (("rotations", rotations), ("examples", examples), ("steps", steps)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a whole number of 1 or more, but it is {count!r}")
+    rotations = whole("rotations", rotations, 1)
+    examples, steps = whole("examples", examples, 1), whole("steps", steps, 1)
     for name, share in (("confidence", confidence), ("tolerance", tolerance)):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")

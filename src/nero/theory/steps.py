@@ -12,6 +12,7 @@ from nero.keeping import keeping
 from nero.roles import KINDS, Kind
 from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
+from nero.theory.whole import whole
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
 Loss: TypeAlias = Callable[[nn.Module], Tensor]
@@ -133,8 +134,7 @@ def relative_change(
     check_perturbation(model, perturbation)
     if not callable(loss):
         raise TypeError(f"the loss must be a function of the model, like lambda model: ..., but it is {loss!r}")
-    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
-        raise ValueError(f"points must be a whole number of 1 or more, but it is {points!r}")
+    points = whole("points", points, 1)
     parameters = dict(model.named_parameters())
     check_mode()
     before = _gradients(model, loss, layers, "is the batch empty?")

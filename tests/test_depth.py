@@ -436,6 +436,26 @@ def test_a_backward_that_is_due_is_not_disturbed():
         assert optimiser.param_groups[0]["depth"] == 2
 
 
+@pytest.mark.parametrize(
+    ("join", "shares"),
+    [
+        (lambda a, b: a + b, True),
+        (lambda a, b: a - b, True),
+        (torch.add, True),
+        (lambda a, b: torch.stack([a, b]).sum(0), False),
+        (lambda a, b: 2 * torch.lerp(a, b, 0.5), False),
+        (lambda a, b: torch.addcmul(a, b, torch.ones(())), False),
+        (lambda a, b: torch.addmm(a, b, torch.eye(2)), False),
+        (lambda a, b: torch.baddbmm(a[None], b[None], torch.eye(2)[None])[0], False),
+        (lambda a, b: torch.einsum("kij->ij", torch.stack([a, b])), False),
+    ],
+)
+def test_which_sums_count_by_shares_is_as_the_page_says(join, shares):
+    torch.manual_seed(0)
+    depth = nero.depth_of(Odd(lambda self, inputs: join(self.head(inputs), self.body(inputs))), X)
+    assert 1 < depth < 4 if shares else depth == 4
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_batch_that_is_not_finite_tells_no_shares_and_the_next_may(bad):
     model = nn.Sequential(nn.Linear(8, 8), Block(2), Block(2))

@@ -76,7 +76,38 @@ def test_what_cannot_be_balanced_stays():
     before = table.weight.detach().clone()
     nero.balance_(table)
     assert torch.equal(table.weight[[1, 2]], before[[1, 2]])
-    assert nero.is_balanced(table)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix_mean", "fix_norm", "balanced"),
+    [
+        (0.0, True, True, False),
+        (0.0, False, True, False),
+        (0.0, True, False, True),  # its mean is zero
+        (0.7, True, True, False),
+        (8**-0.5, False, True, True),
+        (0.7, True, False, False),
+        (0.0, False, False, True),
+    ],
+)
+def test_neurons_without_a_projection_count_by_the_definition(value, fix_mean, fix_norm, balanced):
+    layer = nero.balance_(nn.Linear(8, 3), fix_mean=fix_mean, fix_norm=fix_norm)
+    with torch.no_grad():
+        layer.weight[1] = value
+    assert nero.is_balanced(layer, fix_mean=fix_mean, fix_norm=fix_norm) == balanced
+
+
+def test_is_balanced_measures_to_the_nearest_balanced_neuron():
+    layer = nn.Linear(8, 3)
+    nn.init.constant_(layer.weight, 0.5)  # of norm √2: √3 from each that is balanced
+    assert not nero.is_balanced(layer, tolerance=1.73)
+    assert nero.is_balanced(layer, tolerance=1.74)
+
+
+@pytest.mark.parametrize("model", [nn.ReLU(), nn.LayerNorm(3), nn.Linear(4, 3).requires_grad_(False)])
+def test_is_balanced_wants_neurons(model):
+    with pytest.raises(ValueError, match=r"has no neurons to train; nero\.describe"):
+        nero.is_balanced(model)
 
 
 def test_fan_in_two_is_held_to_the_norm_alone():

@@ -436,6 +436,56 @@ def test_a_backward_that_is_due_is_not_disturbed():
         assert optimiser.param_groups[0]["depth"] == 2
 
 
+@pytest.mark.parametrize(
+    ("join", "shares"),
+    [
+        (lambda a, b: a + b, True),
+        (lambda a, b: a - b, True),
+        (torch.add, True),
+        (lambda a, b: torch.stack([a, b]).sum(0), False),
+        (lambda a, b: 2 * torch.lerp(a, b, 0.5), False),
+        (lambda a, b: torch.addcmul(a, b, torch.ones(())), False),
+        (lambda a, b: torch.addmm(a, b, torch.eye(2)), False),
+        (lambda a, b: torch.baddbmm(a[None], b[None], torch.eye(2)[None])[0], False),
+        (lambda a, b: torch.einsum("kij->ij", torch.stack([a, b])), False),
+    ],
+)
+def test_which_sums_count_by_shares_is_as_the_page_says(join, shares):
+    torch.manual_seed(0)
+    depth = nero.depth_of(Odd(lambda self, inputs: join(self.head(inputs), self.body(inputs))), X)
+    assert 1 < depth < 4 if shares else depth == 4
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_batch_that_is_not_finite_tells_no_shares_and_the_next_may(bad):
+    model = nn.Sequential(nn.Linear(8, 8), Block(2), Block(2))
+    optimiser = nero.Nero(model, lr="auto")
+    broken = X.clone()
+    broken[0, 0] = bad
+    with pytest.raises(ValueError, match=r"not a number, .*: run it on other inputs, or give a learning rate"):
+        nero.depth_of(model, broken)
+    model(broken)
+    with pytest.raises(RuntimeError, match=r"not known yet \(ValueError: branches that are added hold values"):
+        optimiser.step()
+    model(X).sum().backward()
+    optimiser.step()
+    assert optimiser.param_groups[0]["depth"] == pytest.approx(nero.depth_of(model, X), rel=0.1)
+    assert nero.depth_of(perceptron(4), broken) == 4  # where there are no shares to tell
+
+
+def test_masks_may_be_infinite():
+    class Attending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores, self.bias = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
+
+        def forward(self, inputs):
+            mask = torch.arange(8) > 3
+            return (self.bias(inputs).masked_fill(mask, -math.inf) + self.scores(inputs)).softmax(-1)
+
+    assert nero.depth_of(Attending(), X) == 2
+
+
 def test_buffers_that_are_replaced_are_put_back():
     class Counting(nn.Module):
         def __init__(self):

@@ -33,7 +33,7 @@ import nero_command
 from nero.paper import cli, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
-from nero.paper.data import Images, Pictures, corpus, load, pairs
+from nero.paper.data import DataError, Images, Pictures, corpus, load, pairs
 from nero.paper.data.augment import crop_flip_rotate
 from nero.paper.data.corpus import numbered
 from nero.paper.loops.captured import Captured
@@ -430,6 +430,16 @@ def test_a_perfect_translation_has_a_bleu_of_a_hundred(monkeypatch, tmp_path):
     assert read_records(tmp_path)[0]["test_bleu"] == 100
     monkeypatch.setattr("nero.paper.tasks.translation.find_spec", lambda _: None)
     assert training.verdict() == {}
+
+
+def test_what_a_record_will_lack_is_told_at_the_start(monkeypatch, tmp_path):
+    task = TASKS["translation"]
+    told = "without sacrebleu there will be no BLEU: for it, pip install 'nero-optim[paper]'"
+    for there, done, words in ((True, 0, False), (False, 0, True), (False, 1, False)):
+        monkeypatch.setattr("nero.paper.progress.find_spec", lambda _, there=there: there or None)
+        shown, text = display(False, tmp_path)
+        shown.plan(task, [task.settings("nero")], [{}] * done)
+        assert (told in text.getvalue()) == words
 
 
 def test_the_rate_of_a_translation_rises_and_falls_epoch_by_epoch():
@@ -830,6 +840,20 @@ def test_a_checkpoint_of_another_run_is_refused(task, settings, device, what, tm
         store.begin(task, settings, device)
 
 
+@pytest.mark.parametrize("key", ["run", "commits", "curve", "seconds", "model", "optimiser", "generator", "totals"])
+def test_a_checkpoint_that_lacks_something_is_refused(key, tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("adam")
+    training = Supervised(TINY, settings, made())
+    training.advance()
+    store.save(training)
+    path = store.path(TINY, settings, ".checkpoint")
+    state = torch.load(path, weights_only=True)
+    del state[key]
+    torch.save(state, path)
+    with pytest.raises(StoreError, match=rf"{path} lacks '{key}', .*: delete it to begin this run again"):
+        train(TINY, [settings], made(), store, Watch())
+
+
 def test_a_record_of_another_run_is_refused(tmp_path):
     store = Store(tmp_path)
     runs = [TINY.settings("sgd", rate) for rate in (0.01234567, 0.01234572)]
@@ -879,22 +903,33 @@ def test_a_bad_checkpoint_is_met_before_work_is_spent(tmp_path):
     assert watch.begun_at == []
 
 
-def test_an_error_in_one_run_keeps_those_beside_it(tmp_path, monkeypatch):
-    advance = Supervised.advance
+@pytest.mark.parametrize(
+    ("where", "kept"),
+    [
+        (None, [5, 4, 4]),  # before it begins
+        ("_begin_epoch", [4, 3, 3]),
+        ("_update", [5, 0, 4]),  # which may be half done
+        ("_look", [3, 3, 2]),
+    ],
+)
+def test_an_error_in_one_run_keeps_all_that_stand_between_steps(where, kept, tmp_path, monkeypatch):
+    data, runs = made(), [TINY.settings("sgd", seed=seed) for seed in (0, 1, 2)]
+    whole = train(TINY, runs, data, Store(tmp_path / "whole"), Watch(), side_by_side=3)
+    method = getattr(Supervised, where or "advance")
 
-    def failing(self):
-        if self.settings.seed == 1 and self.steps_done == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        advance(self)
+    def failing(self, *arguments):
+        if self.settings.seed == 1 and self.steps_done == (3 if where in ("_begin_epoch", "_look") else 4):
+            raise DataError("an image does not decode")
+        return method(self, *arguments)
 
-    runs = [TINY.settings("sgd", seed=seed) for seed in (0, 1, 2)]
+    store, watch = Store(tmp_path / "broken"), Watch()
     with monkeypatch.context() as patch:
-        patch.setattr(Supervised, "advance", failing)
-        with pytest.raises(torch.OutOfMemoryError):
-            train(TINY, runs, made(), Store(tmp_path), Watch(), side_by_side=3)
-    watch = Watch()
-    train(TINY, runs, made(), Store(tmp_path), watch, side_by_side=3)
-    assert watch.begun_at == [5, 0, 4]
+        patch.setattr(Supervised, where or "advance", failing)
+        with pytest.raises(DataError, match="does not decode"):
+            train(TINY, runs, data, store, Watch(), side_by_side=3)
+    again = train(TINY, runs, data, store, watch, side_by_side=3)
+    assert watch.begun_at == kept
+    assert [result(each) for each in again] == [result(each) for each in whole]
 
 
 def test_an_interrupt_while_torch_writes_is_an_interrupt(tmp_path):

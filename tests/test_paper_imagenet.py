@@ -34,8 +34,10 @@ from nero.paper.loops import supervised
 from nero.paper.loops.captured import Captured
 from nero.paper.loops.supervised import Supervised
 from nero.paper.models.resnet import resnet50
+from nero.paper.progress import Silence
 from nero.paper.protocol import SettingError, warm_up_then_cosine
 from nero.paper.record import Onlooker, Store, read_records
+from nero.paper.sweep import train
 from nero.paper.tasks import TASKS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -155,6 +157,15 @@ def break_in(folder: Path, what: str) -> Path:
     return path
 
 
+def test_what_programs_hide_is_no_class_and_no_image(tmp_path: Path):
+    folder = made(tmp_path / "made")
+    before = find(folder)
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    image(folder / "val" / ".ipynb_checkpoints" / "0-checkpoint.JPEG")
+    (folder / "train" / "a" / "._0.JPEG").write_bytes(b"what a Mac leaves beside a file")
+    assert find(folder) == before
+
+
 @pytest.mark.parametrize(
     ("what", "named", "says"),
     [
@@ -188,6 +199,11 @@ def test_more_that_is_missing_or_broken(tmp_path: Path, monkeypatch: pytest.Monk
     list_of.write_text(lines + "a_0.JPEG\n")
     with pytest.raises(DataError, match="malformed: line 7 is not a file, a tab and a class"):
         find(tiny)
+    list_of.write_bytes(lines.encode() + "é".encode("latin-1"))
+    with pytest.raises(DataError, match=rf"{list_of} is not UTF-8: byte {len(lines)} is 0xe9. Save it as UTF-8"):
+        find(tiny)
+    list_of.write_bytes(lines.replace("\n", "\r\n").encode())
+    assert find(tiny).classes == ("a", "b", "c")
     list_of.unlink()
     with pytest.raises(DataError, match="val has no class a"):
         find(tiny)
@@ -584,6 +600,31 @@ def test_taken_up_anywhere_a_run_is_the_same_to_the_bit(tmp_path: Path, monkeypa
         assert again.curve == whole.curve
         for name, value in whole.model.state_dict().items():
             assert torch.equal(again.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("what", ["train/a/1.JPEG", "val/a/1.JPEG"])
+def test_an_image_that_breaks_in_mid_run_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str):
+    folder, begun = made(tmp_path / "made", names="ab", train=6), []
+    task, data = replace(SMALL, model=shallow), read(folder, monkeypatch)
+    settings = task.settings("sgd-decay", epochs=2)
+    good = (folder / what).read_bytes()
+
+    class Breaking(Silence):
+        def begun(self, training: Supervised) -> None:
+            begun.append(training.steps_done)
+
+        def stepped(self, training: Supervised) -> None:
+            if training.epoch == 1 and training.step == 0:
+                break_in(folder, what)
+
+    (whole,) = train(task, [settings], data, Store(tmp_path / "whole"), Silence())
+    with pytest.raises(DataError, match=r"does not decode .* the same command goes on from what was kept"):
+        train(task, [settings], data, Store(tmp_path / "broken"), Breaking())
+    (folder / what).write_bytes(good)
+    (again,) = train(task, [settings], data, Store(tmp_path / "broken"), Breaking())
+    assert begun[0] == 0
+    assert begun[1] == 6 if what.startswith("val") else 3 <= begun[1] < 6
+    assert again["curve"] == whole["curve"]
 
 
 def sweep_together(*arguments: str) -> None:

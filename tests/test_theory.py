@@ -8,10 +8,12 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import weight_norm
 
 import nero
 import nero.theory
@@ -121,6 +123,23 @@ def test_balls_bound_is_one(dim: int, angle: float):
     assert cap.ball <= cap.measure <= 0.5 + 1e-12
 
 
+@pytest.mark.parametrize("angle", [1e-8, 1e-150, 1e-161, 1e-170, 1e-308, 5e-324])
+@pytest.mark.parametrize("dim", [1, 2, 10, 782])
+def test_caps_of_tiny_angles_are_flat(dim: int, angle: float):
+    """A ball in the tangent space, of volume π^(k/2) α^k / Γ(k/2 + 1), of 2 π^((k+1)/2) / Γ((k+1)/2)."""
+    cap = theory.cap_measure(dim, angle)
+    ball = dim / 2 * math.log(math.pi) + dim * math.log(angle) - math.lgamma(dim / 2 + 1)
+    sphere = math.log(2) + (dim + 1) / 2 * math.log(math.pi) - math.lgamma((dim + 1) / 2)
+    assert cap.log_measure == pytest.approx(ball - sphere, rel=1e-12)
+    assert cap.log_ball < cap.log_measure
+    assert "e-" in str(cap)
+
+
+@pytest.mark.parametrize("dim", [1, 10**6, 10**16, 10**18])
+def test_half_of_any_sphere_is_half(dim: int):
+    assert theory.cap_measure(dim, math.pi / 2).measure == pytest.approx(0.5, rel=1e-6)
+
+
 def test_caps_grow_smoothly_where_the_method_changes():
     """Along a fine row of angles and of dimensions, the logarithm rises and falls without a jump."""
     at = [theory.cap_measure(50, 1.2 + 1e-4 * step).log_measure for step in range(3600)]
@@ -143,6 +162,25 @@ def test_angles_have_a_range(angle):
 def test_spheres_have_a_dimension(dim):
     with pytest.raises(ValueError, match="dim must be a whole number of 1 or more"):
         theory.cap_measure(dim, 1.0)
+
+
+def test_whole_numbers_may_be_numpys():
+    assert theory.cap_measure(np.int64(10), 0.3) == theory.cap_measure(10, 0.3)
+    assert theory.pac_bayes_bound(-1.0, np.int32(10)) == theory.pac_bayes_bound(-1.0, 10)
+    assert theory.generalisation_bound(np.array([[3, 5]]), 1.0, 10) == theory.generalisation_bound([(3, 5)], 1.0, 10)
+    model, inputs, labels = robust_case()
+    asked = {"rotations": 4, "examples": 1, "steps": 2}
+    one, other = (
+        theory.robustness(model, (inputs, labels), **{name: kind(value) for name, value in asked.items()})
+        for kind in (int, np.int64)
+    )
+    assert one == other
+    step = {"weight": torch.ones(3, 4)}
+    one, other = (
+        theory.is_stable_step(model, lambda model: model(inputs).square().sum(), step, points=kind(2))
+        for kind in (int, np.int64)
+    )
+    assert one == other
 
 
 def test_the_incomplete_beta_function_is_the_binomials_tail():
@@ -251,6 +289,10 @@ def test_the_bound_wants_layers(layers):
 def test_the_bound_wants_a_balanced_network():
     with pytest.raises(ValueError, match=r"not balanced.*nero\.balance_"):
         theory.generalisation_bound(nn.Linear(5, 3), 1.0, 10)
+    nought = nn.Linear(8, 3, bias=False)
+    nn.init.zeros_(nought.weight)
+    with pytest.raises(ValueError, match="zero or constant"):
+        theory.generalisation_bound(nought, 0.1, 100)
 
 
 # -- pre-activations ---------------------------------------------------------------------------
@@ -324,6 +366,14 @@ def test_layers_that_run_twice_or_cannot_be_seen():
     assert str(found).endswith("not seen: table.weight, rnn.weight_ih_l0, rnn.weight_hh_l0")
 
 
+@pytest.mark.parametrize("norm", [weight_norm, nero.centred_weight_norm])
+def test_a_model_may_be_a_parametrised_layer(norm):
+    layer, inputs = norm(nn.Linear(8, 4)), torch.randn(9, 8)
+    (row,) = theory.preactivations(layer, inputs).layers
+    assert (row.name, row.layer, row.samples) == ("", "Linear", 9)
+    torch.testing.assert_close(row.means.float(), layer(inputs).mean(0))
+
+
 def test_one_unbatched_image_has_places():
     (row,) = theory.preactivations(nn.Conv2d(2, 4, 3), torch.randn(2, 6, 6)).layers
     assert (row.samples, row.means.numel()) == (16, 4)
@@ -339,6 +389,14 @@ def test_an_empty_batch_has_no_statistics(batch):
 def test_one_example_has_no_variance(batch):
     with pytest.raises(ValueError, match="one example, which has no variance"):
         theory.preactivations(nn.Linear(4, 3), batch)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_has_no_statistics(bad):
+    batch = torch.ones(3, 4)
+    batch[1, 2] = bad
+    with pytest.raises(ValueError, match="layer '0' gives values that are infinite or not a number: look for them in"):
+        theory.preactivations(nn.Sequential(nn.Linear(4, 3)), batch)
 
 
 def test_sums_that_nobody_sees():
@@ -432,6 +490,16 @@ def quadratic(model: nn.Module) -> Tensor:
     return 0.5 * model.weight.square().sum()
 
 
+def test_a_bound_beyond_all_numbers_is_infinite():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(50)]).double()
+    step = {name: 1e8 * torch.randn_like(weight) for name, weight in weights_of(model).items()}
+    found = theory.deep_relative_trust(model, lambda model: model(torch.ones(3, 4).double()).square().sum(), step)
+    assert found.bound == math.inf
+    assert found.holds
+    assert str(found).splitlines()[2].split()[3:] == ["inf", "0"]
+
+
 @pytest.mark.parametrize(("size", "stable"), [(0.1, True), (0.999, True), (1.001, False), (1.9, False), (-0.1, False)])
 def test_a_quadratics_steps_are_stable_up_to_its_minimum(size: float, stable: bool):
     model = nn.Linear(4, 3, bias=False, dtype=torch.float64)
@@ -521,6 +589,46 @@ def test_measuring_leaves_all_as_it_was():
     with pytest.raises(KeyError, match="on the way"):
         theory.relative_change(model, stumbles, step)
     assert torch.equal(model[0].weight, before["0.weight"])
+
+
+class Counting(nn.Module):
+    """A layer with buffers that a run writes to, replaces, fills and adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False)
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("filled", None)
+        self.register_buffer("wide", torch.ones(1).expand(5))  # to which nobody can write
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.written += 1
+        self.replaced = self.replaced + 1
+        self.filled = torch.ones(3)
+        self.register_buffer("added", torch.ones(3))
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, x: theory.relative_change(model, lambda model: model(x).square().sum(), {"layer.weight": x[:1]}),
+        lambda model, x: theory.preactivations(model, x),
+        lambda model, x: theory.robustness(model, (x, (x[:, 0] > 0).long()), fix_mean=False, rotations=2, examples=1),
+        lambda model, x: nero.depth_of(model, x),
+    ],
+)
+def test_buffers_are_put_back_whatever_a_run_does_to_them(measure):
+    model = Counting()
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.tensor([[1.0, 0.0]]))
+    before = dict(model.named_buffers())
+    measure(model, torch.tensor([[1.0, 1.0], [-1.0, 0.0]]))
+    after = dict(model.named_buffers())
+    assert list(after) == list(before) == ["written", "replaced", "wide"]
+    assert all(after[name] is buffer for name, buffer in before.items())
+    assert (model.written, model.replaced, model.filled) == (0, 0, None)
 
 
 def test_both_gradients_see_the_same_dropout():
@@ -994,6 +1102,11 @@ def test_complex_neurons_are_refused():
         ({"wait": torch.ones(2, 3)}, ValueError, "'wait' is no trained parameter.*names are like weight, bias"),
         ({"weight": torch.ones(3, 2)}, ValueError, r"shaped \(3, 2\), the parameter \(2, 3\)"),
         ({"weight": torch.full((2, 3), math.nan)}, ValueError, "infinite or not a number"),
+        *(
+            ({"weight": torch.ones(2, 3, dtype=dtype)}, TypeError, f"is {dtype}, .*: give it in floating point")
+            for dtype in (torch.int64, torch.bool, torch.complex64)
+        ),
+        ({"weight": torch.ones(2, 3).to_sparse()}, TypeError, r"laid out as torch\.sparse_coo: .* dense"),
         ({"weight": torch.zeros(2, 3)}, ValueError, "moves nothing"),
         ({}, ValueError, "moves nothing"),
     ],
@@ -1011,14 +1124,38 @@ def test_perturbations_must_fit(perturbation, error, message):
         (lambda model: model(torch.ones(2, 3)), "a tensor of one number"),
         (lambda _: 1.0, "a tensor of one number"),
         (lambda model: model(torch.ones(0, 3)).mean(), "the loss is nan.*is the batch empty"),
+        (lambda model: torch.where(model.weight == 1, math.inf, model.weight).sum(), "inf: .*is the step too long"),
         (lambda _: torch.ones((), requires_grad=True), "does not depend on the model's parameters"),
         (lambda _: torch.ones(()), "does not depend on the model's parameters"),
         (lambda model: (0 * model.weight).sqrt().sum(), "gradient of 'weight' holds values that are infinite or not"),
     ],
 )
 def test_losses_must_be_losses(loss, message):
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
     with pytest.raises(ValueError, match=message):
-        theory.relative_change(nn.Linear(3, 2), loss, {"weight": torch.ones(2, 3)})
+        theory.relative_change(model, loss, {"weight": torch.ones(2, 3)})
+
+
+def test_sparse_gradients_are_the_dense_ones():
+    table = nn.Embedding(5, 4)
+    sparse = nn.Embedding(5, 4, sparse=True, _weight=table.weight.detach().clone())
+    one, other = (
+        theory.relative_change(
+            each, lambda model: model(torch.tensor([1, 2])).square().sum(), {"weight": torch.ones(5, 4)}
+        )
+        for each in (table, sparse)
+    )
+    assert one == other
+
+
+def test_inference_mode_has_no_gradients():
+    model, inputs, labels = robust_case()
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match=r"in torch\.inference_mode\(\) there are no gradients"):
+            theory.robustness(model, (inputs, labels))
+        with pytest.raises(RuntimeError, match=r"in torch\.inference_mode\(\) there are no gradients"):
+            theory.relative_change(model, lambda model: model(inputs).sum(), {"weight": torch.ones(3, 4)})
 
 
 def test_a_step_to_where_there_is_no_gradient_is_refused():
@@ -1036,7 +1173,12 @@ def test_a_number_is_no_loss():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [({"points": 0}, "points must be"), ({"kinds": "neuron"}, "kinds must be some of")]
+    ("options", "message"),
+    [
+        ({"points": 0}, "points must be"),
+        *(({"kinds": kinds}, "kinds must be some of") for kinds in ("neuron", (), None, 3, [["gain"]], ["neurons"])),
+        ({"kinds": ("gain",)}, r"Linear has no gain to train; nero\.describe"),
+    ],
 )
 def test_options_of_changes(options, message):
     with pytest.raises(ValueError, match=message):
@@ -1056,6 +1198,9 @@ def robust_case() -> tuple[nn.Module, Tensor, Tensor]:
         (lambda x, y: (x[:0], y[:0]), ValueError, "0 inputs and 0 labels: the batch is empty"),
         (lambda x, y: (x[:3], y), ValueError, "3 inputs and 6 labels, and must be as many"),
         (lambda x, _: x, TypeError, "a pair of tensors"),
+        (lambda x, y: (x.sum(), y), TypeError, "inputs must be one example a row"),
+        (lambda x, y: (x.double(), y), ValueError, r"does not run on an example of torch\.float64, shaped \(1, 4\): "),
+        (lambda x, y: (x[:, :3], y), ValueError, r"does not run on an example of torch\.float32, shaped \(1, 3\): "),
         (lambda x, y: (x, y.tolist()), TypeError, "a pair of tensors"),
         (lambda x, y: (x, y.float()), TypeError, "labels must be whole numbers"),
         (lambda x, y: (x, y + 2), ValueError, "but the model has 3 outputs: classes are 0 to 2"),

@@ -768,10 +768,22 @@ def test_without_a_package_one_is_told_how_to_get_it(tmp_path: Path, monkeypatch
         watched.write(tmp_path)
 
 
-def test_bad_input():
+@pytest.mark.parametrize("step", ["a", "7", 1.5, True, torch.ones(2)])
+def test_a_reading_has_a_whole_number(step):
+    watched = nero.watch(nero.Nero(network()))
+    with pytest.raises(ValueError, match="step must be a whole number, or None"):
+        watched.read(step)
+    assert not watched.readings
+    assert watched.read(np.int64(7)).step == watched.read(torch.tensor(7)).step == 7
+
+
+def test_bad_input(tmp_path: Path):
     optimiser = nero.Nero(network())
     with pytest.raises(ValueError, match="nothing to draw yet"):
         nero.watch(optimiser).plot("x.png")
+    with pytest.raises(ValueError, match="nothing to write yet"):
+        nero.watch(optimiser).write(tmp_path)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match=r"watch needs a nero\.Nero, not Adam"):
         nero.watch(torch.optim.Adam(network().parameters()))
     for neurons in (0, -1, 1.5, True, "all"):

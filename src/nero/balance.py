@@ -110,20 +110,39 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
 def is_balanced(
     model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True, tolerance: float | None = None
 ) -> bool:
-    """Whether :func:`balance_` would leave the model as it is.
+    r"""Whether all trained neurons are balanced.
+
+    Definition 1: "A neuron is balanced if its weight vector :math:`w \in \mathbb{R}^d` satisfies the following
+    constraints:"
+
+    .. math::
+        \sum_{i=1}^d w_i = 0, \qquad \sum_{i=1}^d w_i^2 = 1 .
+
+    Definition 2: "A network is balanced if all its constituent neurons are balanced." One at the origin is not, nor is
+    a constant one, and :func:`balance_` leaves them so. A neuron of two entries is held to the norm alone.
 
     Args:
-        model: any module.
+        model: any module with neurons.
         fix_mean: ask that every neuron's mean be zero.
         fix_norm: ask that every neuron's norm be one.
-        tolerance: how far a neuron may be from its projection, as a distance; by default what
+        tolerance: how far a neuron may be from the nearest that is balanced, as a distance; by default what
             rounding to the parameter's dtype explains.
+
+    Raises:
+        TypeError: something that is not a module, a complex parameter.
+        ValueError: a model without neurons to train.
     """
-    for _, parameter, role in _neurons(model):
+    neurons = list(_neurons(model))
+    if not neurons:
+        raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
+    for _, parameter, role in neurons:
         wide = _wide(role.view(parameter))
         rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
         allowed = rounding if tolerance is None else tolerance
-        distance = norm(project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm).tensor - wide, role.axes)
+        nearest, possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm)
+        # at the origin or constant, all that are balanced are as near
+        alike = torch.hypot(norm(wide, role.axes), wide.new_tensor(float(fix_norm)))
+        distance = torch.where(possible, norm(nearest - wide, role.axes), alike)
         if not bool((distance <= allowed).all()):
             return False
     return True

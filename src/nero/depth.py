@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from nero.keeping import keeping
 from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
@@ -53,8 +54,8 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
 
     Raises:
         TypeError: if it is no module.
-        ValueError: if no trained layer is found on the way from the inputs to what the model gives, or if the way
-            cannot be followed.
+        ValueError: if no trained layer is found on the way from the inputs to what the model gives, if the way
+            cannot be followed, or if branches that are added are not numbers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -72,7 +73,7 @@ def count(model: nn.Module, inputs: Any, named: Any, trained: Container[int] | N
         for name, parameter in model.named_parameters()
         if roles[name].kind == "neuron" and parameter.requires_grad and (trained is None or id(parameter) in trained)
     }
-    with _as_it_was(model):
+    with keeping(model), _one_by_one():
         # a network may run on a buffer of its own instead of an input; the other way to see one is as a part of weights
         depth = _traced(model, inputs, named, neurons, buffers=False) or _traced(
             model, inputs, named, neurons, buffers=True
@@ -156,7 +157,13 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
         return _Signal(max(depths), trained)
     squares = [_square(each) for each in given]
     squares[name != "rsub"] *= float(options.get("alpha", 1)) ** 2
-    if not (total := sum(squares)) or not math.isfinite(total):
+    total = sum(squares)
+    if math.isnan(total):
+        raise ValueError(
+            "branches that are added hold values that are not a number, so that their shares and the model's depth are "
+            f"not known: run it on other inputs, or {_INSTEAD}"
+        )
+    if not total or math.isinf(total):  # what was masked, as by -inf, tells no share
         return _Signal(max(depths), trained)
     shared = sum(square * each**2 for square, each in zip(squares, depths, strict=True)) / total
     return _Signal(math.sqrt(shared), trained)
@@ -168,29 +175,17 @@ def _square(tensor: Tensor) -> float:
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put back what a run changes: buffers and random numbers. And have every layer run as it stands."""
-    homes = [(module, dict(module._buffers)) for module in model.modules()]
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _one_by_one() -> Iterator[None]:
+    """Have every layer run as it stands: several as one operation cannot be told apart, nor what was cast before."""
     fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
-    devices = {each.device for each in (*model.parameters(), *model.buffers()) if each.is_cuda}
     try:
-        # several layers as one operation cannot be told apart, nor what was cast before
         torch.backends.mha.set_fastpath_enabled(False)
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch.set_autocast_cache_enabled(cached)
-        with torch.no_grad():
-            for module, own in homes:
-                module._buffers.clear()
-                module._buffers.update(own)
-            for buffer, value in before:
-                if not torch.equal(buffer, value):  # lest a backward that is due find it changed
-                    buffer.data.copy_(value)
 
 
 def _agreed(model: nn.Module, found: float | str) -> float | str:

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -77,6 +78,9 @@ class Display:
         if left and seconds is not None and all(settings.epochs == task.epochs for settings in runs):
             which = "an NVIDIA H200" if self.device.type == "cuda" else "two cores"
             self.console.print(f"one alone takes about {duration(seconds)} on {which}")
+        for tool, what in task.tools.items():
+            if left and find_spec(tool) is None:
+                self.console.print(f"without {tool} there will be no {what}: for it, pip install 'nero-optim[paper]'")
 
     def begun(self, training: Training) -> None:
         task, settings = training.task, training.settings

@@ -60,6 +60,7 @@ class Task:
         smoothing: how much of each label is shared out among all, to train on.
         summed: train on the sum of a batch's losses, and not on their mean.
         verdict: what else there is to say of a trained network, from it and its data.
+        tools: packages that a run can do without, each with what is then missing from its record.
         several: whether several processes may train one network together, each on its share of every batch.
         loop: what trains, a :class:`nero.paper.loops.training.Training` made with task, settings, data and the state
             of a checkpoint or None; without, the one of all supervised tasks.
@@ -82,6 +83,7 @@ class Task:
     smoothing: float = 0.0
     summed: bool = False
     verdict: Callable[[nn.Module, Any], dict[str, float]] | None = None
+    tools: Mapping[str, str] = field(default_factory=dict)
     several: bool = False
     loop: Callable[["Task", "Settings", Any, dict[str, Any] | None], Any] | None = None
 

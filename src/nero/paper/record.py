@@ -24,10 +24,28 @@ from nero.paper.protocol import Settings, Task
 
 #: Seconds after which a half-written file is nobody's any more.
 STALE = 3600.0
+#: What to do with a checkpoint that nothing can go on from.
+AGAIN = "delete it to begin this run again"
 
 
 class StoreError(RuntimeError):
     """A folder or file that cannot be used; the text says what to do."""
+
+
+class Kept(dict[str, Any]):
+    """What a checkpoint holds; who asks for what it lacks is told what to do.
+
+    Args:
+        state: that was kept.
+        path: where it is.
+    """
+
+    def __init__(self, state: dict[str, Any], path: Path) -> None:
+        super().__init__(state)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise StoreError(f"{self.path} lacks {key!r}, as of another version of the code: {AGAIN}")
 
 
 class Store:
@@ -88,17 +106,16 @@ class Store:
         path = self.path(task, settings, ".checkpoint")
         if not path.exists():
             return None
-        again = "delete it to begin this run again"
         try:
-            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=not whole)
-            found = state["run"]
+            state = Kept(torch.load(path, map_location="cpu", weights_only=True, mmap=not whole), path)
         except Exception as error:
-            raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {again}") from error
+            raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {AGAIN}") from error
+        found = state["run"]
         if found != (wanted := _identity(task, settings, device)):
             differing = [key for key in wanted if found.get(key) != wanted[key]]
             raise StoreError(
                 f"{path} is of another run: {differing[0]} was {found.get(differing[0])!r}, "
-                f"and is {wanted[differing[0]]!r} now; {again}"
+                f"and is {wanted[differing[0]]!r} now; {AGAIN}"
             )
         return state
 

@@ -62,7 +62,8 @@ def train(
             try:
                 training.advance()
             except Exception:
-                active.remove(training)  # in the middle of a step; the others stand between two
+                if training.amid:  # the others stand between two steps
+                    active.remove(training)
                 raise
         watch.stepped(training)
         store.keep(training)

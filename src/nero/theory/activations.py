@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from nero.theory.keeping import keeping
+from nero.keeping import keeping
 from nero.theory.layers import layers_of
 from nero.theory.table import table
 
@@ -107,7 +107,8 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
         batch: what the model takes: a tensor, or a tuple of arguments.
 
     Raises:
-        ValueError: an empty batch, a batch of one, a model without neurons or none whose sums can be seen.
+        ValueError: an empty batch, a batch of one, a model without neurons or none whose sums can be seen, sums that
+            are not finite.
 
     Example:
         >>> import nero
@@ -122,8 +123,8 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
         raise ValueError("the batch is empty: there are no pre-activations to measure")
     owners: dict[str, list[str]] = {}
     for layer in layers_of(model):
-        prefix = layer.name.partition(".parametrizations")[0]
-        owner = layer.name.rpartition(".")[0] if prefix == layer.name else prefix
+        before, parametrised, _ = f".{layer.name}".partition(".parametrizations.")
+        owner = before[1:] if parametrised else layer.name.rpartition(".")[0]
         owners.setdefault(owner, []).append(layer.name)
     modules = dict(model.named_modules())
     seen: dict[str, list[Tensor]] = {}
@@ -170,4 +171,9 @@ def _statistics(name: str, module: nn.Module, sums: Tensor) -> LayerStatistics:
     if sums.shape[0] < 2:
         raise ValueError(f"layer {name or 'the model'!r} saw one example, which has no variance: give two or more")
     variances, means = torch.var_mean(sums.double(), 0, correction=0)
+    if not bool(variances.isfinite().all()):
+        raise ValueError(
+            f"layer {name or 'the model'!r} gives values that are infinite or not a number: look for them in the "
+            "batch, and in the weights"
+        )
     return LayerStatistics(name, type_before_parametrizations(module).__name__, sums.shape[0], means, variances)

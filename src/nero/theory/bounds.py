@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from nero.balance import is_balanced
 from nero.roles import KINDS
 from nero.theory.caps import cap_measure, check_angle
 from nero.theory.layers import layers_of
+from nero.theory.whole import whole
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,7 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
         >>> print(pac_bayes_bound(-math.inf, 1000))
         vacuous: ε ≤ inf, for 0.95 of all draws of 1,000 examples
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 2:
-        raise ValueError(
-            f"samples must be a whole number of 2 or more, the size of the data set, but it is {samples!r}"
-        )
+    samples = whole("samples", samples, 2, ", the size of the data set")
     if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, like 0.05, but it is {delta!r}")
     if isinstance(log_measure, bool) or not isinstance(log_measure, int | float) or not log_measure <= 0:
@@ -164,15 +163,13 @@ def generalisation_bound(
     if isinstance(network, nn.Module):
         layers = [(layer.neurons, layer.fan_in) for layer in layers_of(network)]
         if not is_balanced(network):
-            raise ValueError("the network is not balanced, and the bound is of balanced ones: nero.balance_(model)")
+            raise ValueError(
+                "the network is not balanced, and the bound is of balanced ones: give neurons that are zero or "
+                "constant other weights, and call nero.balance_(model)"
+            )
         given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"]
     else:
-        layers, given = list(network) if isinstance(network, Iterable) else [], []
-        if not layers or not all(_is_layer(layer) for layer in layers):
-            raise ValueError(
-                "a network is a model, or a list of (neurons, fan_in), with 1 or more neurons of 2 or more entries, "
-                f"not {network!r}"
-            )
+        layers, given = _layers(network), []
     if isinstance(log_solutions, bool) or not isinstance(log_solutions, int | float) or not log_solutions < math.inf:
         raise ValueError(f"log_solutions must be a number, 0.0 for one solution, but it is {log_solutions!r}")
     # a neuron of two entries is held to its norm alone, and so lives on a circle
@@ -194,11 +191,14 @@ def generalisation_bound(
     )
 
 
-def _is_layer(layer: object) -> bool:
-    return (
-        isinstance(layer, tuple | list)
-        and len(layer) == 2
-        and all(isinstance(each, int) for each in layer)
-        and layer[0] >= 1
-        and layer[1] >= 2
-    )
+def _layers(network: Any) -> list[tuple[int, int]]:
+    try:
+        layers = [(whole("m", count, 1), whole("d", fan_in, 2)) for count, fan_in in network]
+    except (TypeError, ValueError):
+        layers = []
+    if not layers:
+        raise ValueError(
+            "a network is a model, or a list of (neurons, fan_in), with 1 or more neurons of 2 or more entries, "
+            f"not {network!r}"
+        )
+    return layers

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from nero.theory.whole import whole
+
 #: From here on the error of Stirling's series, as far as it is taken, is less than float64's rounding.
 _STIRLING = 20.0
 _ROUNDS = 100_000
@@ -67,12 +69,13 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
         >>> print(cap_measure(782, 0.1))
         a cap of 0.1 rad covers 3.89e-785 of S^782 (Ball: at least 1.42e-1018)
     """
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-        raise ValueError(f"dim must be a whole number of 1 or more, the dimension of a sphere, but it is {dim!r}")
+    dim = whole("dim", dim, 1, ", the dimension of a sphere")
     check_angle("angle", angle)
     sine, cosine = math.sin(angle), math.cos(angle)
-    log_measure = math.log(0.5) + log_incomplete_beta(dim / 2, 0.5, sine**2, cosine**2)
-    return CapMeasure(dim, angle, log_measure, math.log(0.5) + dim * math.log(math.sin(angle / 2)))
+    log_sine = math.log(sine)  # the square of the sine, or half of it, may be too small for a float
+    log_measure = math.log(0.5) + log_incomplete_beta(dim / 2, 0.5, sine**2, cosine**2, 2 * log_sine)
+    log_half = log_sine - math.log(2 * math.cos(angle / 2))  # of sin(α/2)
+    return CapMeasure(dim, angle, log_measure, math.log(0.5) + dim * log_half)
 
 
 def check_angle(name: str, angle: float) -> None:
@@ -81,7 +84,7 @@ def check_angle(name: str, angle: float) -> None:
         raise ValueError(f"{name} must be an angle in (0, π/2], in radians, but it is {angle!r}")
 
 
-def log_incomplete_beta(a: float, b: float, x: float, rest: float | None = None) -> float:
+def log_incomplete_beta(a: float, b: float, x: float, rest: float | None = None, log_x: float | None = None) -> float:
     """The logarithm of I_x(a, b), the regularised incomplete beta function.
 
     Args:
@@ -89,17 +92,24 @@ def log_incomplete_beta(a: float, b: float, x: float, rest: float | None = None)
         b: positive.
         x: from 0 to 1.
         rest: 1 - x, for who knows it better than the subtraction.
+        log_x: the logarithm of x, for who knows it better than x tells.
     """
     rest = 1 - x if rest is None else rest
-    if x <= 0 or rest <= 0:
-        return -math.inf if x <= 0 else 0.0
+    if log_x is None:
+        log_x = math.log(x) if x > 0 else -math.inf
+    if log_x == -math.inf or rest <= 0:
+        return 0.0 if rest <= 0 else -math.inf
+    log_rest = math.log1p(-x) if x < rest else math.log(rest)
+    log_x = log_x if x < rest else math.log1p(-rest)
     # the fraction converges fast on this side of the mean; beyond it, I_x(a, b) = 1 - I_(1-x)(b, a)
-    if x > (a + 1) / (a + b + 2):
-        return math.log1p(-math.exp(log_incomplete_beta(b, a, rest, x)))
-    log_x = math.log(x) if x < rest else math.log1p(-rest)
-    log_rest = math.log(rest) if rest < x else math.log1p(-x)
-    log_front = a * log_x + b * log_rest - math.log(a) - _log_beta(a, b)
-    return log_front - math.log(_fraction(a, b, x))
+    if rest < (b + 1) / (a + b + 2):
+        return math.log1p(-math.exp(_log_tail(b, a, rest, log_rest, log_x)))
+    return _log_tail(a, b, x, log_x, log_rest)
+
+
+def _log_tail(a: float, b: float, x: float, log_x: float, log_rest: float) -> float:
+    """The same by its continued fraction, where that converges."""
+    return a * log_x + b * log_rest - math.log(a) - _log_beta(a, b) - math.log(_fraction(a, b, x))
 
 
 def _fraction(a: float, b: float, x: float) -> float:

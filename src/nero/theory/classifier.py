@@ -63,7 +63,7 @@ class Classifier:
             margin = self._margin(slice(example, example + 1)).sum()
             found = torch.autograd.grad(margin, list(parameters.values()), allow_unused=True)
         gradients = {
-            name: torch.zeros_like(parameter) if gradient is None else gradient
+            name: torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
         return float(margin.detach()), gradients
@@ -100,7 +100,8 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
 
     Raises:
         TypeError: data that is no pair of tensors, labels that are not whole numbers, half precision.
-        ValueError: neurons that have a mean, an empty batch, labels without an output, errors on the training data.
+        ValueError: neurons that have a mean, an empty batch or one that the model does not run on, labels without an
+            output, errors on the training data.
     """
     layers = list(layers)
     for layer in layers:
@@ -117,14 +118,21 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
     inputs, labels = data
     if labels.is_floating_point() or labels.is_complex() or labels.dim() != 1:
         raise TypeError(f"labels must be whole numbers, one an example, not {labels.dtype} of {tuple(labels.shape)}")
+    if not inputs.dim():
+        raise TypeError("inputs must be one example a row, not a single number")
     if not len(labels) or len(inputs) != len(labels):
         raise ValueError(
             f"there are {len(inputs)} inputs and {len(labels)} labels"
             + (": the batch is empty" if not len(labels) else ", and must be as many of both")
         )
     labels = labels.long()
-    with torch.no_grad():
-        outputs = model(inputs[:1])
+    try:
+        with torch.no_grad():
+            outputs = model(inputs[:1])
+    except RuntimeError as error:
+        raise ValueError(
+            f"the model does not run on an example of {inputs.dtype}, shaped {(1, *inputs.shape[1:])}: {error}"
+        ) from error
     if not isinstance(outputs, Tensor) or outputs.dim() not in (1, 2) or len(outputs) != 1:
         raise TypeError("the model must give one row of outputs an example, one for each class")
     _check_labels(labels, outputs.numel())

@@ -38,9 +38,10 @@ def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS) -> list[Layer
 
     Raises:
         TypeError: something that is not a module, a complex parameter.
-        ValueError: a model without neurons, an unknown kind.
+        ValueError: a model without neurons, or with none of those kinds; an unknown kind.
     """
-    if isinstance(kinds, str) or not set(kinds) <= set(KINDS):
+    known = isinstance(kinds, Collection) and not isinstance(kinds, str) and all(kind in KINDS for kind in kinds)
+    if not known or not kinds:
         raise ValueError(f"kinds must be some of {KINDS}, but it is {kinds!r}")
     roles = roles_of(model)
     layers = [
@@ -55,14 +56,25 @@ def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS) -> list[Layer
             raise TypeError(
                 f"{layer.name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)"
             )
-    return [layer for layer in layers if layer.role.kind in kinds]
+    found = [layer for layer in layers if layer.role.kind in kinds]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no {' or '.join(kinds)} to train; nero.describe(model) says what it has"
+        )
+    return found
+
+
+def check_mode() -> None:
+    """Raise where torch makes no gradients, whoever asks for them."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("in torch.inference_mode() there are no gradients: call this outside of it")
 
 
 def check_perturbation(model: nn.Module, perturbation: Perturbation) -> None:
     """Raise unless a perturbation is of trained parameters of the model, and moves one of them.
 
     Raises:
-        TypeError: not a mapping of names to tensors.
+        TypeError: not a mapping of names to dense tensors of real numbers.
         ValueError: an unknown or frozen parameter, another shape, values that are not finite, zeros alone.
     """
     if not isinstance(perturbation, Mapping) or not all(isinstance(each, Tensor) for each in perturbation.values()):
@@ -72,6 +84,11 @@ def check_perturbation(model: nn.Module, perturbation: Perturbation) -> None:
         if name not in parameters or not parameters[name].requires_grad:
             known = ", ".join(list(parameters)[:4])
             raise ValueError(f"{name!r} is no trained parameter of the model, whose names are like {known}")
+        if not change.is_floating_point() or change.layout != torch.strided:
+            raise TypeError(
+                f"the change of {name!r} is {change.dtype}, laid out as {change.layout}: give it in floating point, "
+                "and dense"
+            )
         if change.shape != parameters[name].shape:
             raise ValueError(
                 f"the change of {name!r} is shaped {tuple(change.shape)}, the parameter {tuple(parameters[name].shape)}"

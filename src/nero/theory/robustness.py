@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nero.keeping import keeping
 from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
-from nero.theory.keeping import keeping
-from nero.theory.layers import Layer, layers_of
+from nero.theory.layers import Layer, check_mode, layers_of
+from nero.theory.whole import whole
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9
@@ -116,7 +117,8 @@ def robustness(
     Raises:
         TypeError, ValueError: errors on the data, an empty batch, labels without an output, a model without
             neurons or with neurons that have a mean.
-        RuntimeError: a rotation that breaks the proof, which is a bug, or rounding where inputs are very large.
+        RuntimeError: torch.inference_mode(), which has no gradients; a rotation that breaks the proof, which is a bug,
+            or rounding where inputs are very large.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -128,12 +130,12 @@ def robustness(
         '0.8 to 0.8, by example 0'
     """
     check_angle("limit", limit)
-    for name, count in (("rotations", rotations), ("examples", examples), ("steps", steps)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name} must be a whole number of 1 or more, but it is {count!r}")
+    rotations = whole("rotations", rotations, 1)
+    examples, steps = whole("examples", examples, 1), whole("steps", steps, 1)
     for name, share in (("confidence", confidence), ("tolerance", tolerance)):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
+    check_mode()
     layers = layers_of(model)
     with keeping(model, [layer.name for layer in layers], evaluating=True):
         solution = classifier(model, layers, data, fix_mean)

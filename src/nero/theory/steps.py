@@ -8,10 +8,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from nero.keeping import keeping
 from nero.roles import KINDS, Kind
-from nero.theory.keeping import keeping
-from nero.theory.layers import NEURONS, Layer, Perturbation, check_perturbation, layers_of, length, ratio
+from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
+from nero.theory.whole import whole
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
 Loss: TypeAlias = Callable[[nn.Module], Tensor]
@@ -133,17 +134,17 @@ def relative_change(
     check_perturbation(model, perturbation)
     if not callable(loss):
         raise TypeError(f"the loss must be a function of the model, like lambda model: ..., but it is {loss!r}")
-    if isinstance(points, bool) or not isinstance(points, int) or points < 1:
-        raise ValueError(f"points must be a whole number of 1 or more, but it is {points!r}")
+    points = whole("points", points, 1)
     parameters = dict(model.named_parameters())
-    before = _gradients(model, loss, layers)
+    check_mode()
+    before = _gradients(model, loss, layers, "is the batch empty?")
     changes = [0.0] * len(layers)
     for point in range(1, points + 1):
         with keeping(model, perturbation):
             with torch.no_grad():
                 for name, change in perturbation.items():
                     parameters[name].add_(change.to(parameters[name]), alpha=point / points)
-            after = _gradients(model, loss, layers)
+            after = _gradients(model, loss, layers, "is the step too long?")
         changes = [max(most, length(b - a)) for most, a, b in zip(changes, before, after, strict=True)]
     return RelativeChange(
         tuple(
@@ -221,7 +222,8 @@ def deep_relative_trust(
         deep relative trust holds for this perturbation
     """
     layers = relative_change(model, loss, perturbation, kinds=kinds).layers
-    bound = math.expm1(math.fsum(math.log1p(layer.size) for layer in layers))
+    log_product = math.fsum(math.log1p(layer.size) for layer in layers)
+    bound = torch.tensor(log_product, dtype=torch.float64).expm1().item()  # infinite, where math's would raise
     return DeepRelativeTrust(layers, bound)
 
 
@@ -238,15 +240,16 @@ def _cosine(change: Tensor | None, gradient: Tensor) -> float:
     return max(-1.0, min(1.0, -inner / (length(change) * length(gradient))))
 
 
-def _gradients(model: nn.Module, loss: Loss, layers: list[Layer]) -> list[Tensor]:
+def _gradients(model: nn.Module, loss: Loss, layers: list[Layer], doubt: str) -> list[Tensor]:
     parameters = [layer.parameter for layer in layers]
     with keeping(model), torch.enable_grad():
         value = loss(model)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError("the loss must be a tensor of one number, such as cross_entropy(model(inputs), labels)")
         if not bool(value.isfinite()):
-            raise ValueError(f"the loss is {value.item()}: it has no gradient (is the batch empty?)")
-        found = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
+            raise ValueError(f"the loss is {value.item()}: it has no gradient ({doubt})")
+        made = torch.autograd.grad(value, parameters, allow_unused=True) if value.requires_grad else ()
+    found = [None if gradient is None else gradient.to_dense() for gradient in made]
     if not any(gradient is not None for gradient in found):
         raise ValueError("the loss does not depend on the model's parameters")
     for layer, gradient in zip(layers, found, strict=True):

@@ -42,8 +42,14 @@ class Watch:
 
         Args:
             step: the number of this reading on the axis of a plot; by default how many steps the optimiser has made.
+
+        Raises:
+            ValueError: a step that is no whole number.
         """
-        reading = Reading(self._look(), step)
+        number = _whole(step)
+        if number is None and step is not None:
+            raise ValueError(f"step must be a whole number, or None for the optimiser's own, but it is {step!r}")
+        reading = Reading(self._look(), number)
         self.readings.append(reading)
         return reading
 
@@ -62,6 +68,7 @@ class Watch:
             writer: a folder, for which the package ``tensorboard`` is needed; a ``SummaryWriter``; or anything with an
                 ``add_scalar`` like its own. One reading is written by its own ``write``.
         """
+        self._check_read("write")
         if not isinstance(writer, str | PathLike):
             for reading in self.readings:
                 reading.write(writer)
@@ -75,8 +82,7 @@ class Watch:
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw all readings so far as one picture, in the format that the path's ending names."""
         _need("matplotlib", "a plot")
-        if not self.readings:
-            raise ValueError("there is nothing to draw yet: call read() while the network trains")
+        self._check_read("draw")
         from nero.watching.picture import draw
 
         draw(self.readings).savefig(path, metadata={"Software": None} if fspath(path).endswith(".png") else None)
@@ -119,6 +125,10 @@ class Watch:
                     )
             kept.rows = {**own, **{name: rows.to(own[name]) for name, rows in saved.items()}}
         self._start, self._last, self.readings = start, last, readings
+
+    def _check_read(self, what: str) -> None:
+        if not self.readings:
+            raise ValueError(f"there is nothing to {what} yet: call read() while the network trains")
 
     @torch.no_grad()
     def _look(self) -> list[Lines]:
@@ -185,12 +195,17 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
     return Watch(optimiser, None if neurons is None else _count(neurons))
 
 
-def _count(neurons: Any) -> int:
+def _whole(number: Any) -> int | None:
+    """A whole number as Python's own; nothing of anything else."""
     try:
-        count = 0 if isinstance(neurons, bool) else operator.index(neurons)
+        return None if isinstance(number, bool) else operator.index(number)
     except TypeError:
-        count = 0
-    if count < 1:
+        return None
+
+
+def _count(neurons: Any) -> int:
+    count = _whole(neurons)
+    if count is None or count < 1:
         raise ValueError(f"neurons must be a whole number from 1, or None for all, but it is {neurons!r}")
     return count
 

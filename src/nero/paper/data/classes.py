@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nero.paper.data.errors import DataError
+from nero.paper.data.formats import lines
 
 ENDINGS = (".jpeg", ".jpg", ".png")
 ANNOTATIONS = "val_annotations.txt"
@@ -116,7 +117,7 @@ def _annotated(path: Path) -> dict[str, list[str]]:
     """The images of a list: on each line a file of the folder "images", a tab, its class, and perhaps more."""
     there = {each.name for each in _entries(path.parent / "images")} if (path.parent / "images").is_dir() else set()
     found: dict[str, list[str]] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines(path.read_bytes(), str(path)), 1):
         file, _, rest = line.partition("\t")
         name = rest.partition("\t")[0].strip()
         if not name:
@@ -128,8 +129,9 @@ def _annotated(path: Path) -> dict[str, list[str]]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What a folder holds, but for what programs hide there, such as .ipynb_checkpoints."""
     with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda each: each.name)
+        return sorted((each for each in entries if not each.name.startswith(".")), key=lambda each: each.name)
 
 
 def _listing(found: dict[str, list[str]], classes: tuple[str, ...]) -> Listing:

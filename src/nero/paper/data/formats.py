@@ -72,7 +72,7 @@ def lines(content: bytes, source: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
-            "or delete it and run again, to have the data brought anew"
+            "or put a good copy in its place"
         ) from error
     return text.removesuffix("\n").split("\n") if text else []
 

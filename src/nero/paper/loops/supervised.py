@@ -53,15 +53,10 @@ class Supervised(Training):
 
     def advance(self) -> None:
         """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
+        self.amid = False
         with self._on_stream():
-            if self.step == 0:
-                self._begin_epoch()
-            self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
-            # a capture makes steps of its own, so that all processes must make theirs at a time: at the first step, and
-            # at the last one of an epoch, where shares may be smaller, of some or of all
-            last = peers.count() > 1 and self.step + 1 == self.steps_an_epoch
-            self._learn(*self._batches[self.step], kind=last)
-            self.step += 1
+            if self.step < self.steps_an_epoch:  # or it was kept when the look failed
+                self._step()
             if self.step == self.steps_an_epoch:
                 self._end_epoch()
         if self.step == self._lag or self.finished:
@@ -138,6 +133,19 @@ class Supervised(Training):
         """A sum of the weights that is the same on every machine: of their bits."""
         with self._on_stream():
             return sum(int(each.detach().view(torch.int32).sum()) for each in self.model.parameters())
+
+    def _step(self) -> None:
+        if self.step == 0:
+            self._begin_epoch()
+        self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
+        # a capture makes steps of its own, so that all processes must make theirs at a time: at the first step, and
+        # at the last one of an epoch, where shares may be smaller, of some or of all
+        last = peers.count() > 1 and self.step + 1 == self.steps_an_epoch
+        batch = self._batches[self.step]
+        self.amid = True
+        self._learn(*batch, kind=last)
+        self.step += 1
+        self.amid = False
 
     def _begin_epoch(self) -> None:
         self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)

@@ -25,6 +25,7 @@ class Training(ABC):
         curve: by name, a number for each epoch that is over; None where there is none.
         beside: how many runs there were at a time, at most.
         resumed: how often the run was broken off.
+        amid: whether a step that fails may be half made, so that where the run stands is not to be kept.
         files: what is to be kept beside the record, by the end of its name; whoever writes it takes it away.
     """
 
@@ -32,7 +33,7 @@ class Training(ABC):
         self.task, self.settings, self.device, self.steps_an_epoch = task, settings, device, steps_an_epoch
         self.epoch = self.step = 0
         self.curve: dict[str, list[float | None]] = {}
-        self.beside, self.resumed = 1, 0
+        self.beside, self.resumed, self.amid = 1, 0, True
         self.files: dict[str, bytes] = {}
         self._spent, self._since = 0.0, time.perf_counter()
         on_gpu = device.type == "cuda"

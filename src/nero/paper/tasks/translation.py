@@ -55,5 +55,6 @@ task = Task(
     smoothing=0.1,
     summed=True,
     verdict=bleu,
+    tools={"sacrebleu": "BLEU"},
     seconds=(539, None),
 )

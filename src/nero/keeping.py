@@ -13,6 +13,7 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
 
     They are written in place: torch's functional_call leaves a module that is used twice with the weights it was given.
     Modes are, too, and neither train() nor eval() is called: some modules do more there, such as to merge weights.
+    Buffers may be replaced as well as written to; those that stayed are not touched.
 
     Args:
         model: to be kept.
@@ -20,18 +21,25 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
         evaluating: whether the model is in evaluation mode until then.
     """
     named = dict(model.named_parameters())
-    tensors = [*model.buffers(), *(named[name] for name in parameters)]
-    saved = [tensor.detach().clone() for tensor in tensors]
+    homes = [(module, dict(module._buffers)) for module in model.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    weights = [(named[name], named[name].detach().clone()) for name in parameters]
     modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({parameter.device.index for parameter in named.values() if parameter.is_cuda})
+    devices = {each.device for each in (*named.values(), *model.buffers()) if each.is_cuda}
     try:
         for module, mode in modes:
             module.training = mode and not evaluating
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(list(devices)):
             yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, saved, strict=True):
-                tensor.copy_(value)
+        for module, own in homes:
+            for name in dict(module._buffers):
+                if name not in own:
+                    del module._buffers[name]
+            for name, buffer in own.items():
+                module._buffers[name] = buffer
+        changed = [(buffer, value) for buffer, value in buffers if not torch.equal(buffer, value)]
+        for tensor, value in (*changed, *weights):
+            tensor.data.copy_(value)  # of which a backward that is due takes no notice
         for module, mode in modes:
             module.training = mode

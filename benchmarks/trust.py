@@ -166,9 +166,15 @@ def table(rows: list[dict[str, Any]]) -> Table:
         found.add_column(column, justify="left" if column == "network" else "right")
     for row in rows:
         auto = f"{nero.depth.TRUST / row['depth']:.2g}"
-        at = f"{row['trusted']:.2g}" if row["trusted"] is not None else f"below {ANGLES[0]:g}"
-        found.add_row(row["network"], str(row["layers"]), f"{row['depth']:.1f}", auto, at)
+        found.add_row(row["network"], str(row["layers"]), f"{row['depth']:.1f}", auto, at(row))
     return found
+
+
+def at(row: dict[str, Any]) -> str:
+    """The trusted angle in words, where it may be shorter than all that were tried."""
+    if row["trusted"] is not None:
+        return f"{row['trusted']:.2g}"
+    return f"below {ANGLES[0]:g}" if row["median"][0] >= 1 else f"above {ANGLES[-1]:g}"
 
 
 def draw(rows: list[dict[str, Any]], figure: Path) -> None:

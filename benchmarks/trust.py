@@ -94,13 +94,13 @@ def measured(network: Network, place: Path | None) -> dict[str, Any]:
     """By how much of themselves the layers' gradients change, by angle: the least, the median and the most."""
     data = load(network.task.dataset, place)
     torch.manual_seed(0)
-    model = network.task.model(**data.sizes)
+    model = nero.balance_(network.task.model(**data.sizes))
+    random = torch.Generator().manual_seed(0)
+    *inputs, labels = next(iter(data.epoch(network.examples, random, network.task.augment)))
+    depth = nero.depth_of(model, *inputs)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.keep = 1.0  # what chance leaves out is not the step's doing
-    nero.balance_(model)
-    random = torch.Generator().manual_seed(0)
-    *inputs, labels = next(iter(data.epoch(network.examples, random, network.task.augment)))
 
     def loss(model: nn.Module) -> Tensor:
         logits = model(*inputs)
@@ -115,7 +115,7 @@ def measured(network: Network, place: Path | None) -> dict[str, Any]:
     return {
         "network": network.name,
         "layers": len(changes[0]),
-        "depth": round(nero.depth_of(model, *inputs), 2),
+        "depth": round(depth, 2),
         "least": [_short(min(each)) for each in changes],
         "median": [_short(each) for each in median],
         "most": [_short(max(each)) for each in changes],

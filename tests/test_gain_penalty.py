@@ -1,6 +1,12 @@
 """The pull of gains to one (Sections 5.6 and 6.3): a quadratic penalty of the gains, and of nothing else."""
 
 import copy
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,3 +152,35 @@ def test_a_penalty_that_pulls_nothing_is_said():
     """From shapes alone, a norm layer's gain is a bias like any other, as in the paper's code."""
     with pytest.warns(UserWarning, match=r"gain_penalty=0\.1 pulls nothing: .*nero\.Nero\(model\)"):
         nero.Nero(network().parameters(), gain_penalty=0.1)
+
+
+def test_the_page_has_the_records_numbers():
+    docs = Path(__file__).parents[1] / "docs"
+    runs = json.loads((docs / "figures/gains.json").read_text())["runs"]
+    free, pulled = ([run for run in runs if run["penalty"] == penalty] for penalty in (0.0, 0.01))
+    assert [run["seed"] for run in free] == [run["seed"] for run in pulled] == list(range(10))
+
+    def mean(runs: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(map(of, runs))
+
+    least, largest, loss, error = (
+        [mean(some, of) for some in (free, pulled)]
+        for of in (
+            lambda run: run["gains"][0],
+            lambda run: run["gains"][-1],
+            lambda run: run["train_loss"],
+            lambda run: 100 * run["test_error"],
+        )
+    )
+    differences = [100 * (b["test_error"] - a["test_error"]) for a, b in zip(free, pulled, strict=True)]
+    page = (docs / "theory.md").read_text()
+    for told in (
+        f"gains spread from {least[0]:.2f} to {largest[0]:.2f}",
+        f"between {least[1]:.2f} and {largest[1]:.2f}",
+        f"({loss[0]:.4f} and {loss[1]:.4f})",
+        f"{error[1]:.2f} % for {error[0]:.2f} %",
+        f"a mean difference of {-statistics.fmean(differences):.2f} points",
+        f"a standard error of {statistics.stdev(differences) / math.sqrt(10):.2f}",
+    ):
+        assert told in page
+    assert sum(each < 0 for each in differences) == 9

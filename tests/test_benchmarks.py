@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-import re
+import math
 from pathlib import Path
+from typing import Any
 
 import auto
 import bench
@@ -15,6 +16,7 @@ import step
 import suite
 import timing
 import torch
+import trust
 import watching
 
 import nero
@@ -293,19 +295,68 @@ def test_the_times_that_are_listed_are_recorded():
             assert task.seconds[place] == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), (name, device)
 
 
+ROOT = Path(bench.__file__).parents[1]
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of a table on the page on automatic rates, without its head."""
+    page = (ROOT / "docs/auto.md").read_text()
+    lines = page.partition(f"<!-- table: {table} -->")[2].partition("<!-- end -->")[0].strip().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
 def test_the_page_on_auto_has_the_perceptrons_of_the_records():
-    root = Path(bench.__file__).parent
-    page = (root.parent / "docs/auto.md").read_text()
-    lines = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
-    assert [int(layers) for layers, _ in lines] == list(auto.LAYERS)
-    records = read_records(root / "results/auto")
-    for layers, rest in lines:
+    lines = [[float(cell) for cell in row] for row in rows_of("perceptrons")]
+    assert [line[0] for line in lines] == list(auto.LAYERS)
+    records = read_records(ROOT / "benchmarks/results/auto")
+    for layers, *found in lines:
         train, test = (auto.accuracies(records, int(layers), part) for part in ("train", "test"))
         best = max(train["nero"], key=lambda rate: train["nero"][rate])
         told = [(rate, train[name][rate], test[name][rate]) for name, rate in (("nero", best), ("auto", auto.TRUST))]
-        found = [float(each) for each in rest.split(" | ")]
-        assert found == pytest.approx([*told[0], auto.TRUST / int(layers), *told[1][1:]], abs=0.006)
+        assert found == pytest.approx([*told[0], auto.TRUST / layers, *told[1][1:]], abs=0.006)
         assert found[4] > found[1] - 1
+
+
+def test_the_page_on_auto_has_the_tasks_of_the_records():
+    """Every task that was trained so, beside the suite's own runs."""
+    measures = {"train accuracy, %": "train_accuracy", "test accuracy, %": "test_accuracy"}
+    ran = {each["task"]: each for each in read_records(ROOT / "benchmarks/results/auto") if each["task"] in suite.TASKS}
+    lines = {row[0]: row[1:] for row in rows_of("tasks")}
+    assert set(lines) == set(ran)
+    suites = [each for each in read_records(ROOT / "results") if each["optimiser"] == "nero"]
+    for task, (measure, rate, tuned, _, automatic) in lines.items():
+
+        def end(record: dict[str, Any], measure: str = measure) -> str:
+            if measure == "validation perplexity":
+                return f"{math.exp(record['curve']['valid_loss'][-1]):.2f}"
+            return f"{100 * record['curve'][measures[measure]][-1]:.2f}"
+
+        whole = suite.TASKS[task].epochs
+        same = [each for each in suites if (each["task"], each["lr"], each["epochs"]) == (task, float(rate), whole)]
+        assert ", ".join(end(each) for each in sorted(same, key=lambda each: each["seed"])) == tuned
+        assert automatic == end(ran[task])
+
+
+def test_the_page_on_auto_has_the_trust_of_the_record():
+    record = json.loads((ROOT / "benchmarks/results/trust.json").read_text())
+    told = [
+        [row["network"], f"{row['depth']:.1f}", f"{auto.TRUST / row['depth']:.2g}", trust.at(row)]
+        for row in record["rows"]
+    ]
+    assert [row[:4] for row in rows_of("trust")] == told
+
+
+def test_the_page_on_auto_has_the_best_angles_by_time():
+    records = read_records(ROOT / "benchmarks/results/auto")
+    for layers, *found in rows_of("time"):
+        curves = [
+            (each["lr"] / (1 if each["optimiser"] == "nero" else int(layers)), each["curve"]["train_accuracy"])
+            for each in records
+            if each["task"] == f"perceptron-{layers}" and each["seed"] == 0
+        ]
+        for epoch, told in enumerate(found):
+            best, curve = max(curves, key=lambda each: each[1][epoch])
+            assert told == (f"{best:.2g}" if 100 * curve[epoch] > auto.CHANCE else "-")
 
 
 def test_the_cost_of_watching_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -362,3 +413,47 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     assert auto.accuracies(read_records(tmp_path), 2, "test")["nero"][0.001] == pytest.approx(50 * sum(ends))
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
+
+
+def test_trust_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    noise = torch.Generator().manual_seed(0)
+
+    def images(count: int) -> Images:
+        pixels = torch.randint(256, (count, 1, 28, 28), generator=noise, dtype=torch.uint8)
+        return Images(pixels[:1].expand_as(pixels), torch.arange(count) % 10)  # all alike: no step gets them right
+
+    monkeypatch.setattr(trust, "load", lambda *_: Pictures("mnist", images(40), images(10), (0.5,), (0.25,)))
+    tasks = {name: dataclasses.replace(trust.TASKS["mnist-deep"], model=lambda: trust.mlp(2)) for name in "ab"}
+    tasks["b"] = dataclasses.replace(tasks["b"], dataset="imagenet")
+    two = [trust.Network("perceptron of 2 layers", tasks["a"], 20), trust.Network("other", tasks["b"], 20)]
+    monkeypatch.setattr(trust, "networks", lambda: two)
+    places = ["--out", str(tmp_path), "--figure", str(tmp_path / "trust.png")]
+    assert trust.main(places) == 0
+    assert [row["network"] for row in json.loads((tmp_path / "trust.json").read_text())["rows"]] == [two[0].name]
+    assert trust.main(["--images", str(tmp_path), *places]) == 0
+    for row in json.loads((tmp_path / "trust.json").read_text())["rows"]:
+        assert (row["layers"], row["depth"]) == (2, 2.0)
+        assert all(a <= b <= c for a, b, c in zip(row["least"], row["median"], row["most"], strict=True))
+        assert row["median"][0] < 0.1 < 0.5 < row["median"][-1]
+        assert trust.ANGLES[0] < row["trusted"] < trust.ANGLES[-1]
+    assert trust.main(["--draw", *places]) == 0
+    assert (tmp_path / "trust.png").stat().st_size > 10_000
+
+
+def test_a_first_step_turns_each_neuron_by_its_angle_and_leaves_the_model_alone():
+    model = nero.balance_(torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inputs = torch.randn(16, 64)
+    change = trust.first_steps(model, lambda model: model(inputs).square().mean())(0.01)
+    assert set(change) == {"0.weight", "2.weight"}
+    assert change["0.weight"].norm(dim=1) == pytest.approx(0.01, rel=0.1)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_trusted_angle_is_where_a_change_of_one_is_passed():
+    exact = [100 * angle for angle in trust.ANGLES]
+    assert trust.trusted(exact) == pytest.approx(0.01)
+    assert trust.trusted([angle**0.5 * 20 for angle in trust.ANGLES]) == pytest.approx(0.0025)
+    for never in ([0.1] * len(exact), [2.0] * len(exact)):
+        assert math.isnan(trust.trusted(never))

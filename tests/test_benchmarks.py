@@ -348,7 +348,10 @@ def test_the_page_on_auto_has_the_trust_of_the_record():
 
 def test_the_page_on_auto_has_the_best_angles_by_time():
     records = read_records(ROOT / "benchmarks/results/auto")
-    for layers, *found in rows_of("time"):
+    lines = rows_of("time")
+    assert [int(line[0]) for line in lines] == list(auto.LAYERS)
+    for layers, *found in lines:
+        assert len(found) == auto.EPOCHS
         curves = [
             (each["lr"] / (1 if each["optimiser"] == "nero" else int(layers)), each["curve"]["train_accuracy"])
             for each in records
@@ -395,10 +398,11 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     for name, value in (("LAYERS", (2, 3)), ("RATES", (0.001, 0.01)), ("TRUSTS", (auto.TRUST,)), ("EPOCHS", 1)):
         monkeypatch.setattr(auto, name, value)
     places = ["--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "auto.png")]
-    assert auto.main(["depths", "mnist-deep", "draw", "--layers", "2", "3", "--epochs", "1", *places]) == 0
+    studies = ["depths", "falling", "mnist-deep", "draw"]
+    assert auto.main([*studies, "--layers", "2", "3", "--epochs", "1", *places]) == 0
     found = {(each["task"], each["optimiser"], each["lr"]): each for each in read_records(tmp_path)}
     runs = (("nero", 0.001), ("nero", 0.01), ("auto", auto.TRUST))
-    ran = {(f"perceptron-{count}", *run) for count in (2, 3) for run in runs}
+    ran = {(f"perceptron-{count}{how}", *run) for count in (2, 3) for how in ("", "-falling") for run in runs}
     assert set(found) == {*ran, ("mnist-deep", "auto", auto.TRUST)}
     assert found["mnist-deep", "auto", auto.TRUST]["options"] == {"depth": "auto"}
     assert (tmp_path / "auto.png").stat().st_size > 10_000

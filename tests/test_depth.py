@@ -348,6 +348,12 @@ class Loop(nn.Module):
             inputs = self.layer(inputs)
         return inputs
 
+def refused(optimiser):
+    try:
+        optimiser.step()
+    except RuntimeError as error:
+        return str(error)
+
 rank, file = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
 told = []
@@ -359,15 +365,16 @@ for wrapped_first in (False, True):
         optimiser = nero.Nero(together, lr="auto")
     else:
         optimiser = nero.Nero(model, lr="auto")
+        model(torch.randn(4, 8), 1 + rank)
+        told.append(refused(optimiser))
         together = nn.parallel.DistributedDataParallel(model)
+        if rank == 0:
+            model(torch.randn(4, 8), 2)
         try:
             together(torch.randn(4, 8), 2 * rank)
         except ValueError:
             pass
-        try:
-            optimiser.step()
-        except RuntimeError as error:
-            told.append(str(error))
+        told.append(refused(optimiser))
     torch.manual_seed(rank)
     for times in (2 + 3 * rank, 1):
         optimiser.zero_grad()
@@ -380,7 +387,7 @@ print(json.dumps(told))
 
 
 def test_processes_that_train_together_take_one_depth(tmp_path):
-    """The greatest; and where one cannot count, none does, until all can."""
+    """The greatest; where one cannot count, none does, until all can; and none counts in a run of its own."""
     each = [
         subprocess.Popen(
             [sys.executable, "-c", TOGETHER, str(rank), str(tmp_path / "meet")],
@@ -395,10 +402,11 @@ def test_processes_that_train_together_take_one_depth(tmp_path):
     finally:
         for process in each:
             process.kill()
-    assert "not known yet (ValueError: no times at all)" in first[0]
-    assert "not known yet (another process could not count it)" in second[0]
-    assert first[1:] == second[1:]
-    assert first[1::2] == [5.0, 5.0]
+    assert "not known yet (this is one of several processes" in first[0] == second[0]
+    assert "not known yet (ValueError: no times at all)" in first[1]
+    assert "not known yet (another process could not count it)" in second[1]
+    assert first[2:] == second[2:]
+    assert first[2::2] == [5.0, 5.0]
 
 
 def test_only_what_is_trained_counts():

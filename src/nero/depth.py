@@ -192,14 +192,17 @@ def _agreed(model: nn.Module, found: float | str) -> float | str:
     """The greatest depth that any process has counted, if several train the model by DistributedDataParallel.
 
     Each counts on a batch of its own, where branches have other shares, and loops other lengths; and with depths of
-    their own, their copies of the weights would drift apart.
+    their own, their copies of the weights would drift apart. So where there are several, what one counts in a run of
+    its own, as for a summary, is not taken.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return found
+    if torch.distributed.get_world_size() == 1:
         return found
     wrapper = nn.parallel.DistributedDataParallel
     together = model if isinstance(model, wrapper) else wrapper._active_ddp_module
     if together is None:
-        return found
+        return "this is one of several processes, which agree on a depth where DistributedDataParallel runs the model"
     mine = math.inf if isinstance(found, str) else found
     depth = torch.tensor(mine, dtype=torch.float64, device=next(model.parameters()).device)
     torch.distributed.all_reduce(depth, torch.distributed.ReduceOp.MAX, together.process_group)

@@ -462,3 +462,16 @@ def test_a_full_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch, "zeros", full)
     with pytest.raises(torch.OutOfMemoryError):
         rows.works(torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_padding_is_no_neuron(kind):
+    table = kind(10, 8, padding_idx=3)
+    assert not nero.is_balanced(table)
+    assert nero.is_balanced(nero.balance_(table))
+    with torch.no_grad():
+        table.weight[3] = 1.0
+    assert not nero.is_balanced(table), "it is no padding of zeros any more"
+    with torch.no_grad():
+        table.weight[2:4] = 0.0
+    assert not nero.is_balanced(table), "another row is at the origin"

@@ -119,7 +119,8 @@ def is_balanced(
         \sum_{i=1}^d w_i = 0, \qquad \sum_{i=1}^d w_i^2 = 1 .
 
     Definition 2: "A network is balanced if all its constituent neurons are balanced." One at the origin is not, nor is
-    a constant one, and :func:`balance_` leaves them so. A neuron of two entries is held to the norm alone.
+    a constant one, and :func:`balance_` leaves them so. A neuron of two entries is held to the norm alone, and an
+    embedding's padding of zeros is no neuron.
 
     Args:
         model: any module with neurons.
@@ -133,6 +134,8 @@ def is_balanced(
         ValueError: a model without neurons to train.
     """
     neurons = list(_neurons(model))
+    tables = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
+    paddings = {table.weight: table.padding_idx for table in tables}
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
     for _, parameter, role in neurons:
@@ -143,6 +146,8 @@ def is_balanced(
         # at the origin or constant, all that are balanced are as near
         alike = torch.hypot(norm(wide, role.axes), wide.new_tensor(float(fix_norm)))
         distance = torch.where(possible, norm(nearest - wide, role.axes), alike)
+        if (padding := paddings.get(parameter)) is not None and not wide[padding].any():
+            distance[padding] = 0
         if not bool((distance <= allowed).all()):
             return False
     return True

@@ -46,6 +46,7 @@ def text(*sentences: str) -> bytes:
     return "".join(f"{sentence}\n" for sentence in sentences).encode()
 
 
+RAW_PLACE = "multi30k/raw"
 CONTENTS = {name: text(*MOSES[name[-2:]]) for name in RAW}
 WANTED = {name: text(*MOSES[name[-2:]].values()) for name in TOKENISED}
 
@@ -109,6 +110,15 @@ def test_raw_files_where_tokenised_ones_belong(tmp_path: Path):
     assert made(tmp_path) == {**CONTENTS, **WANTED}
 
 
+def test_files_of_the_users_own_may_have_the_same_names(tmp_path: Path):
+    """They are left alone, and a download is tried."""
+    put(tmp_path)
+    (tmp_path / RAW[0]).write_bytes(b"of another corpus\n")
+    with pytest.raises(DataError, match="could not download"):
+        load("multi30k", tmp_path)
+    assert not made(tmp_path)
+
+
 def test_what_is_tokenised_is_not_tokenised_again(tmp_path: Path):
     raw = put(tmp_path / "multi30k/raw")
     load("multi30k", tmp_path)
@@ -123,18 +133,18 @@ def test_what_is_tokenised_is_not_tokenised_again(tmp_path: Path):
 
 def test_a_few_files_of_such_names_are_another_matter(tmp_path: Path):
     """Whatever the user has in train.de is nobody else's business, if the rest is not there."""
-    put(tmp_path)
-    (tmp_path / RAW[0]).write_bytes(b"of another corpus")
-    (tmp_path / RAW[5]).unlink()
+    put(tmp_path / RAW_PLACE)
+    (tmp_path / RAW_PLACE / RAW[0]).write_bytes(b"of another corpus")
+    (tmp_path / RAW_PLACE / RAW[5]).unlink()
     with pytest.raises(DataError, match=f"could not download {TOKENISED[0]}"):
         load("multi30k", tmp_path)
     assert made(tmp_path) == {}
 
 
 def test_a_packed_file_beside_a_plain_one(tmp_path: Path):
-    put(tmp_path, packed=True)
-    (tmp_path / RAW[3]).write_bytes(CONTENTS[RAW[3]])
-    (tmp_path / f"{RAW[3]}.gz").write_bytes(b"which is not needed")
+    put(tmp_path / RAW_PLACE, packed=True)
+    (tmp_path / RAW_PLACE / RAW[3]).write_bytes(CONTENTS[RAW[3]])
+    (tmp_path / RAW_PLACE / f"{RAW[3]}.gz").write_bytes(b"which is not needed")
     load("multi30k", tmp_path)
     assert made(tmp_path) == WANTED
 
@@ -157,40 +167,45 @@ PACKED = gzip.compress(CONTENTS[RAW[0]])
 )
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 def test_a_raw_file_that_is_not_what_it_should_be(tmp_path: Path, content: bytes, says: str, packed: bool):
-    put(tmp_path, packed=packed)
-    (tmp_path / f"{RAW[0]}{'.gz' if packed else ''}").write_bytes(gzip.compress(content) if packed else content)
+    put(tmp_path / RAW_PLACE, packed=packed)
+    (tmp_path / RAW_PLACE / f"{RAW[0]}{'.gz' if packed else ''}").write_bytes(
+        gzip.compress(content) if packed else content
+    )
     refused(tmp_path, says.replace("train.de", r"train\.de\.gz, unpacked,") if packed else says)
 
 
 @pytest.mark.parametrize("content", [b"no gzip", PACKED[:-9], PACKED[:40], PACKED[:-4] + b"????"])
 def test_a_raw_file_that_does_not_unpack(tmp_path: Path, content: bytes):
-    put(tmp_path, packed=True)
-    (tmp_path / f"{RAW[0]}.gz").write_bytes(content)
+    put(tmp_path / RAW_PLACE, packed=True)
+    (tmp_path / RAW_PLACE / f"{RAW[0]}.gz").write_bytes(content)
     refused(tmp_path, r"train\.de\.gz is malformed: it does not unpack \(.*\)\. Delete it and run again")
 
 
 def test_raw_files_that_do_not_belong_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put(tmp_path)
+    put(tmp_path / RAW_PLACE)
     short = text("Ein Hund.", "Zwei Hunde.")
-    (tmp_path / RAW[0]).write_bytes(short)
+    (tmp_path / RAW_PLACE / RAW[0]).write_bytes(short)
     monkeypatch.setitem(FILES, RAW[0], checksum(short))
-    refused(tmp_path, rf"{tmp_path}/train\.de has 2 lines and {tmp_path}/train\.en has 6: .* Delete both")
+    refused(
+        tmp_path,
+        rf"{tmp_path}/{RAW_PLACE}/train\.de has 2 lines and {tmp_path}/{RAW_PLACE}/train\.en has 6: .* Delete both",
+    )
 
 
 def test_all_are_looked_at_before_any_is_tokenised(tmp_path: Path):
-    put(tmp_path)
-    (tmp_path / RAW[5]).write_bytes(b"")
+    put(tmp_path / RAW_PLACE)
+    (tmp_path / RAW_PLACE / RAW[5]).write_bytes(b"")
     refused(tmp_path, "test_2016_flickr.en is broken or incomplete: it has 0 bytes")
 
 
 def test_without_sacremoses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put(tmp_path)
+    put(tmp_path / RAW_PLACE)
     monkeypatch.setitem(sys.modules, "sacremoses", None)
     refused(tmp_path, r"tokenised by sacremoses, 0\.1 or newer \(.*\): pip install 'nero-optim\[paper\]'")
 
 
 def test_with_an_old_sacremoses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put(tmp_path)
+    put(tmp_path / RAW_PLACE)
     old = ModuleType("sacremoses")
     old.MosesPunctNormalizer = old.MosesTokenizer = lambda lang: lang
     monkeypatch.setitem(sys.modules, "sacremoses", old)
@@ -198,7 +213,7 @@ def test_with_an_old_sacremoses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_with_a_sacremoses_of_another_mind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put(tmp_path)
+    put(tmp_path / RAW_PLACE)
     monkeypatch.setattr("sacremoses.MosesTokenizer.tokenize", lambda _, sentence, **__: sentence)
     refused(tmp_path, r"train\.de, tokenised by .*, is not train\.lc\.norm\.tok\.de as it was published: pip install")
 
@@ -212,7 +227,7 @@ def refused(folder: Path, says: str) -> None:
 
 
 def test_an_interruption_leaves_whole_files(tmp_path: Path):
-    put(tmp_path)
+    put(tmp_path / RAW_PLACE)
 
     def interrupt(work: str, *_: int) -> None:
         if work == f"tokenising {RAW[2]}":
@@ -233,7 +248,7 @@ def test_an_interruption_leaves_whole_files(tmp_path: Path):
     ],
 )
 def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, says: str):
-    put(tmp_path)
+    put(tmp_path / RAW_PLACE)
 
     def half(self: Path, content: bytes) -> int:
         with self.open("wb") as file:

@@ -63,9 +63,17 @@ def _raw(folder: Folder) -> dict[str, Path]:
             for ending in (".gz", "")
             if (path := folder.path / place / f"{raw}{ending}").is_file()
         }
-        if len(found) == len(sources.MULTI30K_RAW):
+        # in a folder of the user's, files of such names may be of anything
+        if len(found) == len(sources.MULTI30K_RAW) and (place or all(map(_is_published, found.values()))):
             return found
     return {}
+
+
+def _is_published(path: Path) -> bool:
+    try:
+        return bool(_text(path))
+    except DataError:
+        return False
 
 
 def _text(path: Path) -> list[str]:

@@ -840,6 +840,16 @@ def test_a_checkpoint_of_another_run_is_refused(task, settings, device, what, tm
         store.begin(task, settings, device)
 
 
+def test_a_checkpoint_of_a_run_that_had_one_thing_more_is_refused(tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("adam")
+    store.save(Supervised(TINY, settings, made()))
+    path = store.path(TINY, settings, ".checkpoint")
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "run": {**state["run"], "colour": "red"}}, path)
+    with pytest.raises(StoreError, match=r"another run: colour was 'red', and is None now; delete it"):
+        store.begin(TINY, settings, CPU)
+
+
 @pytest.mark.parametrize("key", ["run", "commits", "curve", "seconds", "model", "optimiser", "generator", "totals"])
 def test_a_checkpoint_that_lacks_something_is_refused(key, tmp_path):
     store, settings = Store(tmp_path), TINY.settings("adam")

@@ -112,10 +112,10 @@ class Store:
             raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {AGAIN}") from error
         found = state["run"]
         if found != (wanted := _identity(task, settings, device)):
-            differing = [key for key in wanted if found.get(key) != wanted[key]]
+            differing = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
             raise StoreError(
                 f"{path} is of another run: {differing[0]} was {found.get(differing[0])!r}, "
-                f"and is {wanted[differing[0]]!r} now; {AGAIN}"
+                f"and is {wanted.get(differing[0])!r} now; {AGAIN}"
             )
         return state
 

@@ -362,6 +362,25 @@ def test_the_page_on_auto_has_the_best_angles_by_time():
             assert told == (f"{best:.2g}" if 100 * curve[epoch] > auto.CHANCE else "-")
 
 
+def test_the_page_on_auto_has_the_falling_rates():
+    records = {
+        (each["task"], each["optimiser"], each["lr"]): each["curve"]
+        for each in read_records(ROOT / "benchmarks/results/auto")
+        if each["seed"] == 0
+    }
+    runs = [(layers, "nero", rate) for layers in (5, 10) for rate in auto.RATES]
+    runs += [(layers, "auto", auto.TRUST) for layers in (5, 10)]
+    told = []
+    for layers, angle, *found in rows_of("falling"):
+        automatic = "auto" in angle
+        told.append((int(layers), *(("auto", auto.TRUST) if automatic else ("nero", float(angle)))))
+        assert not automatic or angle.startswith(f"{auto.TRUST / int(layers):.2g} ")
+        curves = [records[f"perceptron-{layers}{how}", *told[-1][1:]] for how in ("", "-falling")]
+        ends = [f"{100 * curve[f'{part}_accuracy'][-1]:.2f}" for curve in curves for part in ("train", "test")]
+        assert found == ends
+    assert sorted(told) == sorted(runs)
+
+
 def test_the_cost_of_watching_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(watching, "EVERY", 2)
     assert watching.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(tmp_path)]) == 0

@@ -305,6 +305,36 @@ def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def test_the_page_on_auto_has_the_depths_of_the_networks():
+    """As they begin on seed 0, and on noise: where branches are added, the depth hangs a little on the data."""
+    torch.manual_seed(0)
+    photos, classes = torch.randn(8, 3, 32, 32), torch.arange(8)
+    frames = torch.randint(256, (2, 4, 84, 84), dtype=torch.uint8)
+    networks: dict[str, tuple[str, str, list[torch.Tensor]]] = {
+        "perceptron of 100 layers": ("mnist-deep", "", [torch.randn(2, 1, 28, 28)]),
+        "VGG-11": ("cifar10-vgg11", "", [photos]),
+        "ResNet-18": ("cifar10-resnet18", "", [photos]),
+        "language model, 2 blocks without norms": ("wikitext2", "", [torch.randint(33278, (8, 35))]),
+        "translator, 6 + 6 blocks, norms behind": ("translation", "", [torch.randint(1, 9529, (4, 2, 12))]),
+        "Pong's actor and critic": ("pong", "", [frames]),
+        "GAN, generator": ("cgan", "generator", [torch.randn(8, 80), classes]),
+        "GAN, discriminator": ("cgan", "discriminator", [photos, classes]),
+        "ResNet-50": ("imagenet", "", [torch.randn(4, 3, 64, 64)]),
+    }
+    lines = {row[0]: row[1:] for row in rows_of("depths")}
+    assert list(lines) == list(networks)
+    for name, (task, part, inputs) in networks.items():
+        layers, depth, automatic, tuned = lines[name]
+        torch.manual_seed(0)
+        model = nero.balance_(suite.TASKS[task].model().get_submodule(part))
+        assert int(layers) == sum(role.kind == "neuron" for role in nero.roles_of(model).values()), name
+        counted = nero.depth_of(model, *inputs)
+        adds_branches = not counted.is_integer()
+        assert float(depth) == pytest.approx(counted, rel=0.05 if adds_branches else 0), name
+        assert automatic == f"{auto.TRUST / float(depth):.2g}", name
+        assert float(tuned) == suite.TASKS[task].contenders["nero"].best, name
+
+
 def test_the_page_on_auto_has_the_perceptrons_of_the_records():
     lines = [[float(cell) for cell in row] for row in rows_of("perceptrons")]
     assert [line[0] for line in lines] == list(auto.LAYERS)

@@ -864,6 +864,83 @@ def test_a_checkpoint_that_lacks_something_is_refused(key, tmp_path):
         train(TINY, [settings], made(), store, Watch())
 
 
+def begun(loop, store):
+    """A small task of each loop, its data, and a run of it that was kept after a step."""
+    import test_paper_cgan as cgan
+    import test_paper_pong as pong
+
+    task, data = {
+        "supervised": (TINY, made()),
+        "adversarial": (cgan.TINY, cgan.made()),
+        "agent": (pong.TINY, pong.ECHO),
+    }[loop]
+    settings = task.settings("adam")
+    training = (task.loop or Supervised)(task, settings, data, None)
+    training.advance()
+    store.save(training)
+    return task, settings, data
+
+
+@pytest.mark.parametrize(
+    ("loop", "within", "value", "words"),
+    [
+        ("supervised", ["model", "0.weight"], None, "Missing key"),
+        ("supervised", ["model", "0.weight"], torch.ones(2), "size mismatch"),
+        ("supervised", ["optimiser", "param_groups"], None, "lacks 'param_groups'"),
+        ("supervised", ["optimiser", "param_groups"], [], "different number of parameter groups"),
+        ("supervised", ["generator"], torch.ones(2), "does not fit"),
+        ("adversarial", ["pair"], None, "lacks 'pair'"),
+        ("adversarial", ["pair", "generator.first.bias"], torch.ones(2), "size mismatch"),
+        ("adversarial", ["optimisers", "generator"], None, "lacks 'generator'"),
+        ("adversarial", ["random"], None, "lacks 'random'"),
+        ("agent", ["model", "actor.bias"], torch.ones(2), "size mismatch"),
+        ("agent", ["arcade"], None, "lacks 'arcade'"),
+        ("agent", ["arcade", "episodes"], None, "lacks 'episodes'"),
+        ("agent", ["arcade", "actions"], [], "does not fit"),
+        ("agent", ["round", "values"], torch.ones(5), "does not fit"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_named(loop, within, value, words, tmp_path):
+    store = Store(tmp_path)
+    task, settings, data = begun(loop, store)
+    path = store.path(task, settings, ".checkpoint")
+    state = torch.load(path, weights_only=True)
+    part = state
+    for key in within[:-1]:
+        part = part[key]
+    del part[within[-1]]
+    if value is not None:
+        part[within[-1]] = value
+    torch.save(state, path)
+    kept = path.read_bytes()
+    with pytest.raises(StoreError, match=rf"{path} .*{words}.*: delete it to begin this run again") as told:
+        train(task, [settings], data, store, Watch())
+    assert "\n" not in str(told.value)
+    assert path.read_bytes() == kept
+
+
+@pytest.mark.parametrize("loop", ["supervised", "adversarial", "agent"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("_build", KeyError),
+        ("go_on_from", torch.OutOfMemoryError),
+        ("go_on_from", SettingError),
+        ("go_on_from", DataError),
+    ],
+)
+def test_what_is_no_fault_of_a_checkpoint_is_not_put_down_to_it(loop, where, error, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error("of its own")
+
+    store = Store(tmp_path)
+    task, settings, data = begun(loop, store)
+    kind = task.loop.func if task.loop else Supervised
+    monkeypatch.setattr(kind, where, fail)
+    with pytest.raises(error, match=r"^'?of its own'?$"):
+        train(task, [settings], data, store, Watch())
+
+
 def test_a_record_of_another_run_is_refused(tmp_path):
     store = Store(tmp_path)
     runs = [TINY.settings("sgd", rate) for rate in (0.01234567, 0.01234572)]

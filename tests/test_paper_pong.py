@@ -487,7 +487,8 @@ def test_pong_can_be_left_and_taken_up_again(pong):
     assert games.recent[0][0] <= -10  # at random, one loses
     last = torch.randint(6, (2,), generator=generator)
     games.send(last)
-    again = pong.play(2, 3, kept(games.state()))
+    again = pong.play(2, seed=3)
+    again.go_on_from(kept(games.state()))
     for _ in range(30):
         one, other = games.receive(), again.receive()
         assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))

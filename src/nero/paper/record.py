@@ -32,22 +32,6 @@ class StoreError(RuntimeError):
     """A folder or file that cannot be used; the text says what to do."""
 
 
-class Kept(dict[str, Any]):
-    """What a checkpoint holds; who asks for what it lacks is told what to do.
-
-    Args:
-        state: that was kept.
-        path: where it is.
-    """
-
-    def __init__(self, state: dict[str, Any], path: Path) -> None:
-        super().__init__(state)
-        self.path = path
-
-    def __missing__(self, key: str) -> Any:
-        raise StoreError(f"{self.path} lacks {key!r}, as of another version of the code: {AGAIN}")
-
-
 class Store:
     """The folder of ``--out``: ``TASK/RUN.json`` is a record, ``TASK/RUN.checkpoint`` a run under way."""
 
@@ -107,9 +91,12 @@ class Store:
         if not path.exists():
             return None
         try:
-            state = Kept(torch.load(path, map_location="cpu", weights_only=True, mmap=not whole), path)
+            state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=not whole))
         except Exception as error:
             raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {AGAIN}") from error
+        for key in ("run", "commits"):
+            if key not in state:
+                raise unfit(path, f"lacks {key!r}")
         found = state["run"]
         if found != (wanted := _identity(task, settings, device)):
             differing = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
@@ -177,6 +164,11 @@ class Onlooker(Store):
     def finish(self, training: Training) -> dict[str, Any]:
         """The record, which the first keeps."""
         return self.told(training)
+
+
+def unfit(checkpoint: Path, what: str) -> StoreError:
+    """The error of a checkpoint that lacks something, or has what does not fit."""
+    return StoreError(f"{checkpoint} {what}, as of another version of the code: {AGAIN}")
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:

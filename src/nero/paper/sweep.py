@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from nero.paper import peers
 from nero.paper.data import Dataset
 from nero.paper.loops.supervised import Supervised
-from nero.paper.loops.training import Training
+from nero.paper.loops.training import StateError, Training
 from nero.paper.protocol import Precision, Settings, Task, best_rate
-from nero.paper.record import Store
+from nero.paper.record import Store, unfit
 
 #: Seconds between two rounds of checkpoints, or more where a round takes long: at most a twentieth of the time.
 PAUSE = 60.0
@@ -75,7 +75,11 @@ def train(
 
     def begin(settings: Settings) -> None:
         gc.collect()  # runs refer to themselves, and what is done holds a GPU's memory until it is found
-        active.append((task.loop or Supervised)(task, settings, data, store.begin(task, settings, data.device)))
+        state = store.begin(task, settings, data.device)
+        try:
+            active.append((task.loop or Supervised)(task, settings, data, state))
+        except StateError as error:
+            raise unfit(store.path(task, settings, ".checkpoint"), str(error)) from error
         watch.begun(active[-1])
 
     due = time.monotonic() + PAUSE

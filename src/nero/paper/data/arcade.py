@@ -62,9 +62,9 @@ class Game:
         """The same for another device."""
         return replace(self, device=torch.device(device))
 
-    def play(self, games: int, seed: int, state: dict[str, Any] | None = None) -> "Arcade":
-        """So many games at their start, or where their state says."""
-        return Arcade(self.emulator(games, False), games, seed, state)
+    def play(self, games: int, seed: int) -> "Arcade":
+        """So many games at their start."""
+        return Arcade(self.emulator(games, False), games, seed)
 
     def show(
         self, choose: Callable[[Tensor], int], seed: int, longest: int, most: int
@@ -100,7 +100,6 @@ class Arcade:
         emulator: the games, not yet begun.
         games: how many.
         seed: of all of them.
-        state: what :meth:`state` gave.
 
     Attributes:
         frames: what is seen, as bytes (games, 4, height, width).
@@ -110,7 +109,7 @@ class Arcade:
         DataError: in every method, if the emulator breaks off or does not answer.
     """
 
-    def __init__(self, emulator: Emulator, games: int, seed: int, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, emulator: Emulator, games: int, seed: int) -> None:
         self._emulator, self._games, self._seed = emulator, games, seed
         self._orders: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -123,10 +122,7 @@ class Arcade:
         self.recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._sent = False
         self.frames = torch.empty(0)
-        if state is None:
-            self._begin(range(games), [self._seed_of(game) for game in range(games)])
-        else:
-            self._go_on_from(state)
+        self._begin(range(games), [self._seed_of(game) for game in range(games)])
 
     def send(self, actions: Tensor) -> None:
         """Do an action in every game, and do not wait for it."""
@@ -165,7 +161,8 @@ class Arcade:
             "frames": self.frames.clone(),
         }
 
-    def _go_on_from(self, state: dict[str, Any]) -> None:
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Stand where :meth:`state` was called, with games that have just begun."""
         self._episodes = list(state["episodes"])
         logs = [log.tolist() for log in state["actions"]]
         last = [log.pop() for log in logs] if state["sent"] else []

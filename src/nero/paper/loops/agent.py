@@ -48,7 +48,7 @@ class Agent(Training):
         super().__init__(task, settings, data.device, self.ppo.rounds * self._turns)
         self.game = data
         self.curve = {name: [] for name in ("reward", "episode_length", "policy_loss", "value_loss", "entropy")}
-        self.arcade = data.play(self.ppo.games, settings.seed, None if state is None else state["arcade"])
+        self.arcade = data.play(self.ppo.games, settings.seed)
         self._begin(state)
         self._begun = self.played, time.perf_counter()
 
@@ -118,6 +118,8 @@ class Agent(Training):
 
     def go_on_from(self, state: dict[str, Any]) -> None:
         super().go_on_from(state)
+        self.arcade.go_on_from(state["arcade"])
+        self._take(self.arcade.frames, self._outcome)
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         for group in self.optimiser.param_groups:

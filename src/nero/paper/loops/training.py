@@ -9,7 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.paper.protocol import Precision, Settings, Task
+from nero.paper.data import DataError
+from nero.paper.protocol import Precision, SettingError, Settings, Task
+
+#: What is raised where a state lacks something, or has something of another kind, length or shape.
+MISFITS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+#: What is raised meanwhile for reasons of its own.
+OTHERS = (SettingError, DataError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class StateError(ValueError):
+    """A state that a run cannot go on from; the text says what of it."""
 
 
 class Training(ABC):
@@ -100,11 +110,22 @@ class Training(ABC):
         """Make all that is trained, and what it is trained with."""
 
     def _begin(self, state: dict[str, Any] | None) -> None:
-        """Stand at the start, or where the state says."""
+        """Stand at the start, or where the state says.
+
+        Raises:
+            StateError: if nothing can go on from it.
+        """
         with self._on_stream():
             self._build()
             if state is not None:
-                self.go_on_from(state)
+                try:
+                    self.go_on_from(state)
+                except OTHERS:
+                    raise
+                except MISFITS as error:
+                    words = " ".join(str(error).split())
+                    what = f"lacks {words}" if isinstance(error, KeyError) else f"has what does not fit ({words})"
+                    raise StateError(what) from error
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -1333,13 +1333,30 @@ def test_a_run_does_not_end_for_want_of_tensorboard(when, tmp_path, monkeypatch)
     assert told.getvalue().count("going on without it") == 1
 
 
-def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch):
+def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch, capsys):
     advance = Supervised.advance
     monkeypatch.setattr(Supervised, "advance", lambda self: (signal.raise_signal(signal.SIGINT), advance(self)))
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 2, "--device", "cpu")
     assert code == 130
-    assert "the same command goes on from what was kept" in told
+    assert told.count("stopped") == told.count("stopped: the same command goes on from what was kept") == 1
+    assert "stopped" not in capsys.readouterr().err
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "asked"),
+    [
+        ("duration", ["list"]),
+        ("read_records", ["report"]),
+        ("load", ["run", "mnist-deep", "--device", "cpu"]),
+        ("load", ["sweep", "mnist-deep", "--device", "cpu"]),
+    ],
+)
+def test_an_interrupt_with_nothing_to_keep_is_told_in_a_line(where, asked, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, where, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    code, _ = command(*asked)
+    assert (code, capsys.readouterr().err) == (130, "nero: stopped\n")
 
 
 def test_a_full_gpu_is_told_in_a_line(command, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import Progress
+    from typer.core import TyperGroup
 
     from nero.paper import report as drawing
     from nero.paper.progress import Display, Silence, duration
@@ -26,8 +27,24 @@ from nero.paper.record import Onlooker, Store, StoreError, read_records
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
 
+
+class Commands(TyperGroup):
+    """What can be asked for; where it is interrupted and has not said so itself, that is told in a line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Do it. An interrupt is met here, since typer would end without a word."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("nero: stopped", file=sys.stderr)
+            raise SystemExit(130) from None
+
+
 app = typer.Typer(
-    help="The experiments of 'Learning by Turning', one command each.", no_args_is_help=True, add_completion=False
+    cls=Commands,
+    help="The experiments of 'Learning by Turning', one command each.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 

@@ -1,9 +1,10 @@
 """Whether lr="auto" does as well as a tuned rate: perceptrons of 5 to 100 layers at every rate, and the paper's tasks.
 
 `auto.py depths` trains perceptrons on MNIST for 5 epochs, at rates from 0.0003 to 0.03 and with "auto" at several
-amounts of trust; `auto.py falling` does the same with a rate that falls to zero. `auto.py TASK ...` trains by "auto"
-what the paper's suite trains at the tuned rate. Records, as the suite writes them, go to benchmarks/results/auto.
-`auto.py draw` makes docs/figures/auto.png of them and says how far "auto" is from the best.
+amounts of trust; `auto.py falling` does the same with a rate that falls to zero, `auto.py normed` with batch norm in
+every hidden layer. `auto.py TASK ...` trains by "auto" what the paper's suite trains at the tuned rate. Records, as the
+suite writes them, go to benchmarks/results/auto. `auto.py draw` makes docs/figures/auto.png of them and says how far
+"auto" is from the best.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from nero.depth import TRUST
 from nero.paper.data import Photos, load
@@ -41,7 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a part of the study, or draw it, from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("what", nargs="+", choices=(*STUDIES, "draw", *TASKS), metavar="depths, falling, draw or TASK")
+    parser.add_argument(
+        "what", nargs="+", choices=(*STUDIES, "draw", *TASKS), metavar=f"{', '.join(STUDIES)}, draw or TASK"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
     parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/auto", help="where the records go")
@@ -83,8 +87,24 @@ def falling(layers: int) -> Task:
     )
 
 
+def normed(layers: int) -> Task:
+    """The same as the first, with batch norm behind the sums of every hidden layer."""
+    task = perceptron(layers)
+    return replace(task, name=f"{task.name}-normed", model=partial(with_norms, layers))
+
+
+def with_norms(layers: int) -> nn.Sequential:
+    """A perceptron whose hidden layers' sums are normed, without gains and biases of the norms' own."""
+    *hidden, last = mlp(layers)
+    parts = [
+        (each, nn.BatchNorm1d(each.out_features, affine=False)) if isinstance(each, nn.Linear) else (each,)
+        for each in hidden
+    ]
+    return nn.Sequential(*(part for each in parts for part in each), last)
+
+
 #: What the perceptrons are tried with.
-STUDIES = {"depths": perceptron, "falling": falling}
+STUDIES = {"depths": perceptron, "falling": falling, "normed": normed}
 
 
 def automatic(task: Task) -> Task:
@@ -166,7 +186,7 @@ def accuracies(records: list[dict[str, Any]], layers: int, part: str = "train") 
     for each in sorted(records, key=lambda record: record["lr"]):
         if each["task"] == f"perceptron-{layers}" and each["epochs"] == EPOCHS:
             end = each["curve"][f"{part}_accuracy"][-1]
-            ends[each["optimiser"]].setdefault(each["lr"], []).append(100 * (end or math.nan))
+            ends[each["optimiser"]].setdefault(each["lr"], []).append(math.nan if end is None else 100 * end)
     return {name: {rate: statistics.fmean(each) for rate, each in rates.items()} for name, rates in ends.items()}
 
 

@@ -335,6 +335,20 @@ def test_the_page_on_auto_has_the_depths_of_the_networks():
         assert float(tuned) == suite.TASKS[task].contenders["nero"].best, name
 
 
+def test_the_page_on_auto_says_how_far_the_discriminators_count_hangs_on_the_seed():
+    torch.manual_seed(0)
+    photos, classes = torch.randn(8, 3, 32, 32), torch.arange(8)
+    counts = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        discriminator = suite.TASKS["cgan"].model().get_submodule("discriminator")
+        counts.append(nero.depth_of(nero.balance_(discriminator), photos, classes))
+    assert (
+        f"on the first twelve seeds it counts from {min(counts):.1f} to {max(counts):.1f}"
+        in (ROOT / "docs/auto.md").read_text()
+    )
+
+
 def test_the_page_on_auto_has_the_perceptrons_of_the_records():
     lines = [[float(cell) for cell in row] for row in rows_of("perceptrons")]
     assert [line[0] for line in lines] == list(auto.LAYERS)

@@ -338,6 +338,24 @@ def test_statistics_are_those_of_each_neuron_whatever_the_layer():
     assert lines[3].split()[:3] == ["2", "ConvTranspose2d", "6"]
 
 
+class Adding(nn.Module):
+    """Adds in place, as many a residual network does."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs += 3
+        return inputs
+
+
+@pytest.mark.parametrize("after", [nn.ReLU(inplace=True), Adding()], ids=["relu", "sum"])
+def test_what_works_in_place_changes_no_statistics(after: nn.Module):
+    torch.manual_seed(0)
+    layer, batch = nero.balance_(nn.Linear(100, 50, bias=False)), torch.randn(1000, 100)
+    (wanted,) = theory.preactivations(layer, batch).layers
+    found, _ = theory.preactivations(nn.Sequential(layer, after, nn.Linear(50, 10)), batch).layers
+    assert torch.equal(found.means, wanted.means)
+    assert torch.equal(found.variances, wanted.variances)
+
+
 def test_the_report_changes_nothing():
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5, 3))
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()

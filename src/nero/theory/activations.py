@@ -131,7 +131,8 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
 
     def see(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, _: Any, output: Tensor) -> None:
-            seen.setdefault(name, []).append(_by_neuron(module, output))
+            # as they are now: what comes next may work in place
+            seen.setdefault(name, []).append(_by_neuron(module, output).clone())
 
         return hook
 

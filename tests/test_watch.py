@@ -445,6 +445,38 @@ def test_a_run_that_goes_on_reads_as_one_that_never_stopped():
     assert resumed.nbytes == watched.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", ["watch", "optimiser"])
+def test_a_run_that_unfreezes_goes_on_from_its_checkpoint(first: str, dtype: torch.dtype):
+    """What had thawed when it was saved is frozen in the run that is made anew, and has no state there yet."""
+
+    def frozen():
+        model = network().to(dtype)
+        model[0].requires_grad_(False)
+        optimiser = nero.Nero(model)
+        return model, optimiser, nero.watch(optimiser, neurons=5)
+
+    def on(model, optimiser, watched):
+        model[0].requires_grad_(True)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        optimiser.step()
+        watched.read()
+
+    straight, again = frozen(), frozen()
+    on(*straight)
+    saved = [copy.deepcopy(each.state_dict()) for each in straight]
+    order = (0, 1, 2) if first == "optimiser" else (2, 1, 0)
+    for place in order:
+        again[place].load_state_dict(saved[place])
+    on(*straight)
+    on(*again)
+    assert list(map(str, again[2].readings)) == list(map(str, straight[2].readings))
+    assert again[2].readings[-1]["0.weight"].from_start.low > 0
+    assert again[2].nbytes == straight[2].nbytes
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

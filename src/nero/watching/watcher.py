@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.balance import statistics_dtype
 from nero.optimiser import Nero, Part
 from nero.watching.measure import Followed, Kept, bundles, follow, measure
 from nero.watching.reading import Layer, Lines, Reading, Spread, Writer
@@ -108,8 +109,11 @@ class Watch:
         if not isinstance(state_dict, Mapping) or not {"start", "last", "readings"} <= set(state_dict):
             raise ValueError("not a watch's state_dict: it lacks 'start', 'last' or 'readings'")
         readings = _readings(state_dict["readings"])
+        # trained by now or not: the run that wrote it may have trained what is still frozen here
+        parts = {name: follow(name, part, {}, self.neurons) for name, part in self._named()}
+        own = {name: each.rows for name, each in parts.items() if each is not None}
         start, last = Kept(), Kept()
-        for key, kept, own in (("start", start, self._start.rows), ("last", last, self._last.rows)):
+        for key, kept, now in (("start", start, self._start.rows), ("last", last, self._last.rows)):
             saved = state_dict[key]
             if not isinstance(saved, Mapping) or not all(_is_rows(rows) for rows in saved.values()):
                 raise ValueError(f"not a watch's state_dict: {key!r} is no dict from names to tensors of weights")
@@ -123,7 +127,10 @@ class Watch:
                         f"the checkpoint follows {name} as {tuple(rows.shape)} where {tuple(own[name].shape)} is "
                         "needed: it is of another model, or of a watch of another number of neurons"
                     )
-            kept.rows = {**own, **{name: rows.to(own[name]) for name, rows in saved.items()}}
+            loaded = {
+                name: rows.to(own[name].device, statistics_dtype(own[name].dtype)) for name, rows in saved.items()
+            }
+            kept.rows = {**now, **loaded}
         self._start, self._last, self.readings = start, last, readings
 
     def _check_read(self, what: str) -> None:

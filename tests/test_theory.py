@@ -384,6 +384,21 @@ def test_layers_that_run_twice_or_cannot_be_seen():
     assert str(found).endswith("not seen: table.weight, rnn.weight_ih_l0, rnn.weight_hh_l0")
 
 
+def test_tied_and_frozen_layers_are_layers_too():
+    table, encoder, decoder, frozen = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    head, unseen = nn.Linear(4, 7, bias=False), nn.Embedding(3, 4)
+    decoder.weight, head.weight = encoder.weight, table.weight
+    model = nn.Sequential(table, encoder, decoder, frozen, encoder, head)
+    model.add_module("unseen", unseen.requires_grad_(False))
+    frozen.requires_grad_(False)
+    model.forward = lambda tokens: nn.Sequential(*list(model)[:-1])(tokens)
+    found = theory.preactivations(model, torch.randint(7, (9,)))
+    assert [(row.name, row.samples) for row in found.layers] == [("1", 18), ("2", 9), ("3", 9), ("5", 9)]
+    assert found.left_out == ("0.weight", "unseen.weight")
+    evaluated = nero.balance_(nn.Linear(4, 3)).requires_grad_(False)
+    assert theory.preactivations(evaluated, torch.randn(5, 4)).layers[0].samples == 5
+
+
 @pytest.mark.parametrize("norm", [weight_norm, nero.centred_weight_norm])
 def test_a_model_may_be_a_parametrised_layer(norm):
     layer, inputs = norm(nn.Linear(8, 4)), torch.randn(9, 8)

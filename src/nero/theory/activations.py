@@ -61,7 +61,8 @@ class Preactivations:
     """The pre-activations of every layer on a batch; prints as a table.
 
     Attributes:
-        layers: one :class:`LayerStatistics` for each, in the order in which they ran.
+        layers: one :class:`LayerStatistics` for each, in the order in which they ran; layers that share a weight have
+            one each.
         left_out: parameters of neurons whose weighted sums are not to be seen, such as a recurrent layer's.
     """
 
@@ -100,7 +101,8 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     constraints may at least encourage the standardisation of activation statistics." This shows how far.
 
     A pre-activation is what the layer gives, its bias included; for a convolution every place counts as
-    an example. The model runs in the mode it is in, and its buffers and torch's random numbers stay as they were.
+    an example. Frozen layers are among them. The model runs in the mode it is in, and its buffers and torch's random
+    numbers stay as they were.
 
     Args:
         model: any module with linear or convolutional layers.
@@ -121,12 +123,14 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     arguments = batch if isinstance(batch, tuple) else (batch,)
     if not arguments or any(isinstance(each, Tensor) and not each.numel() for each in arguments):
         raise ValueError("the batch is empty: there are no pre-activations to measure")
-    owners: dict[str, list[str]] = {}
-    for layer in layers_of(model):
-        before, parametrised, _ = f".{layer.name}".partition(".parametrizations.")
-        owner = before[1:] if parametrised else layer.name.rpartition(".")[0]
-        owners.setdefault(owner, []).append(layer.name)
+    neurons = {id(layer.parameter) for layer in layers_of(model, frozen=True)}
     modules = dict(model.named_modules())
+    owners: dict[str, list[str]] = {}
+    for home, module in modules.items():
+        for name, parameter in module.named_parameters(home, recurse=False):
+            if id(parameter) in neurons:  # a tied one is, wherever it is met
+                before, parametrised, _ = f".{name}".partition(".parametrizations.")
+                owners.setdefault(before[1:] if parametrised else home, []).append(name)
     seen: dict[str, list[Tensor]] = {}
 
     def see(name: str) -> Callable[[nn.Module, Any, Tensor], None]:

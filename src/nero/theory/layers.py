@@ -16,7 +16,7 @@ NEURONS: tuple[Kind, ...] = ("neuron",)
 
 
 class Layer(NamedTuple):
-    """A parameter that is trained, with its role."""
+    """A parameter with its role."""
 
     name: str
     parameter: nn.Parameter
@@ -33,8 +33,8 @@ class Layer(NamedTuple):
         return self.parameter.numel() // self.fan_in
 
 
-def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS) -> list[Layer]:
-    """The trained parameters of those kinds, in order.
+def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS, frozen: bool = False) -> list[Layer]:
+    """The trained parameters of those kinds, in order; with frozen, those that are not trained as well.
 
     Raises:
         TypeError: something that is not a module, a complex parameter.
@@ -47,7 +47,7 @@ def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS) -> list[Layer
     layers = [
         Layer(name, parameter, roles[name])
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.numel()
+        if (frozen or parameter.requires_grad) and parameter.numel()
     ]
     if not any(layer.role.kind == "neuron" for layer in layers):
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")

@@ -965,6 +965,19 @@ def test_neurons_act_on_the_last_axis(shape: tuple[int, ...], width: int, fix_me
         assert found.lower == pytest.approx(min((second - first) / 2 for first, second, *_ in gaps), rel=2e-3)
 
 
+def test_a_first_layer_that_works_in_place_sees_the_data_as_they_are():
+    torch.manual_seed(0)
+    inputs = torch.randn(10, 4, dtype=torch.float64)
+    found, before = [], inputs.clone()
+    model = nero.balance_(linear_network(4, 3))
+    for inplace in (False, True):
+        whole = nn.Sequential(nn.LeakyReLU(0.5, inplace=inplace), model)
+        labels = whole(before.clone()).argmax(1)
+        found.append(theory.robustness(whole, (inputs, labels), rotations=8, examples=3))
+        assert torch.equal(inputs, before)
+    assert found[0] == found[1]
+
+
 def test_what_is_left_of_a_mean_has_no_part_in_a_proof():
     """Neurons are taken at zero mean: an input's mean, large as it is, neither makes an error nor prevents one."""
     torch.manual_seed(0)

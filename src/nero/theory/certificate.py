@@ -46,7 +46,8 @@ def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> boo
     turning = {id(caps.layer.parameter): (caps, solution.poles[name]) for name, caps in solution.caps.items()}
     for start in range(0, len(solution.labels), BATCH):
         part = slice(start, start + BATCH)
-        value = low = high = solution.inputs[part].double()
+        # one each, and none of them the data: an activation may work in place
+        value, low, high = (solution.inputs[part].to(torch.float64, copy=True) for _ in range(3))
         for layer in chain:
             if isinstance(layer, nn.Linear):
                 caps, weight = turning.get(id(layer.weight), (None, layer.weight))

@@ -74,7 +74,7 @@ class Classifier:
             yield self._margin(slice(start, start + BATCH))
 
     def _margin(self, part: slice) -> Tensor:
-        outputs = self.model(self.inputs[part])
+        outputs = self.model(self.inputs[part].clone())  # lest a model that works in place change the data
         return margin_between(outputs, outputs, self.labels[part])
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
     labels = labels.long()
     try:
         with torch.no_grad():
-            outputs = model(inputs[:1])
+            outputs = model(inputs[:1].clone())
     except RuntimeError as error:
         raise ValueError(
             f"the model does not run on an example of {inputs.dtype}, shaped {(1, *inputs.shape[1:])}: {error}"

@@ -860,7 +860,7 @@ def test_a_linear_classifiers_robustness_is_where_two_cones_meet():
     assert found.typical >= found.lower
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh()], ids=str)
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.ELU(), nn.LeakyReLU()], ids=str)
 def test_two_layers_are_bracketed_by_a_proof_and_a_witness(activation: nn.Module):
     """Brute force over all rotations of three neurons in the plane lies between the two."""
     model = nn.Sequential(
@@ -963,6 +963,67 @@ def test_neurons_act_on_the_last_axis(shape: tuple[int, ...], width: int, fix_me
         ]
         gaps = [sorted(cones[row * width : (row + 1) * width]) for row in range(shape[0])]
         assert found.lower == pytest.approx(min((second - first) / 2 for first, second, *_ in gaps), rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.ReLU(),
+        nn.ReLU6(),
+        nn.Hardtanh(),
+        nn.Tanh(),
+        nn.Sigmoid(),
+        nn.Softplus(),
+        nn.Softsign(),
+        nn.ELU(),
+        nn.ELU(2.0, inplace=True),
+        nn.LeakyReLU(),
+        nn.LeakyReLU(0.0),
+        nn.LeakyReLU(1.5, inplace=True),
+        nn.SELU(),
+        nn.CELU(0.3),
+        nn.CELU(-0.3),
+        nn.LogSigmoid(),
+        nn.Hardsigmoid(),
+        nn.Hardshrink(0.01),
+        nn.Softshrink(0.01),
+        nn.Tanhshrink(),
+    ],
+    ids=str,
+)
+def test_monotone_activations_have_a_proof(activation: nn.Module):
+    torch.manual_seed(0)
+    points = torch.linspace(-30, 30, 60_001, dtype=torch.float64)
+    assert float(activation(points.clone()).diff().min()) > -1e-8, "it is one"
+    model = perceptron(4, 6, 3)
+    model[1] = activation
+    nero.balance_(model)
+    inputs = torch.randn(10, 4, dtype=torch.float64)
+    found = theory.robustness(model, (inputs, model(inputs).argmax(1)), rotations=8, examples=3)
+    assert 0 < found.lower <= found.upper
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        nn.ELU(-1.0),
+        nn.LeakyReLU(-0.1),
+        nn.Softplus(threshold=0.1),
+        nn.Softplus(beta=-1.0),
+        nn.SiLU(),
+        nn.GELU(),
+        nn.Mish(),
+    ],
+    ids=str,
+)
+def test_activations_that_turn_back_have_none(activation: nn.Module):
+    torch.manual_seed(0)
+    model = perceptron(4, 6, 3)
+    model[1] = activation
+    nero.balance_(model)
+    inputs = torch.randn(10, 4, dtype=torch.float64)
+    found = theory.robustness(model, (inputs, model(inputs).argmax(1)), rotations=4, examples=1)
+    assert found.lower is None
 
 
 def test_a_first_layer_that_works_in_place_sees_the_data_as_they_are():

@@ -1,6 +1,8 @@
 """A proof, layer by layer, that a perceptron makes no error while its neurons turn."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,21 @@ _MONOTONE = (
     nn.Hardtanh,
     nn.Tanh,
     nn.Sigmoid,
-    nn.Softplus,
     nn.Softsign,
+    nn.SELU,
+    nn.CELU,
+    nn.LogSigmoid,
+    nn.Hardsigmoid,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Tanhshrink,
 )
+#: Those that do if they are set so. Softplus falls where it turns into the identity: by 2e-9 as torch sets it.
+_MONOTONE_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
+    nn.ELU: lambda layer: layer.alpha >= 0,
+    nn.LeakyReLU: lambda layer: layer.negative_slope >= 0,
+    nn.Softplus: lambda layer: layer.beta > 0 and layer.threshold >= 20,
+}
 
 
 def chain_of(model: nn.Module) -> list[nn.Module] | None:
@@ -29,7 +43,7 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
         parts = [chain_of(part) for part in model]
         chain = [layer for part in parts if part is not None for layer in part]
         return None if None in parts or _has_hooks(model) else chain
-    plain = type(model) is nn.Linear or type(model) in _MONOTONE
+    plain = type(model) is nn.Linear or _is_monotone(model)
     return [model] if plain and not _has_hooks(model) else None
 
 
@@ -78,6 +92,10 @@ def _bounds(
     lowest = most * (between + angle).clamp(max=math.pi).cos()
     highest = most * (between - angle).clamp(min=0).cos()
     return sums, lowest - spread, highest + spread
+
+
+def _is_monotone(layer: nn.Module) -> bool:
+    return type(layer) in _MONOTONE or _MONOTONE_IF.get(type(layer), lambda _: False)(layer)
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -1139,6 +1139,32 @@ def test_hooks_and_frozen_layers_in_a_proof():
     handle.remove()
 
 
+def decoding(model: nn.Sequential) -> None:
+    """Let the last layer's weight be the first one's, seen the other way."""
+    first, last = model[0], model[2]
+    del last.weight
+    last.weight = first.weight.T
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda model: setattr(model[1], "forward", torch.sin),
+        lambda model: setattr(model[0], "forward", lambda inputs: inputs @ model[0].weight.detach().T),
+        lambda model: setattr(model, "forward", lambda inputs: model[2](model[0](inputs).sin())),
+        decoding,
+    ],
+    ids=["activation", "layer", "model", "weight"],
+)
+def test_what_was_set_on_a_module_alone_has_no_proof(alter):
+    torch.manual_seed(0)
+    model = nero.balance_(perceptron(4, 6, 4))
+    alter(model)
+    inputs = torch.randn(10, 4, dtype=torch.float64)
+    found = theory.robustness(model, (inputs, model(inputs).argmax(1)), rotations=10, examples=2)
+    assert found.lower is None
+
+
 def test_neurons_at_the_origin_do_not_turn():
     model = nn.Linear(3, 2, bias=False)
     with torch.no_grad():

@@ -42,9 +42,9 @@ def chain_of(model: nn.Module) -> list[nn.Module] | None:
     if type(model) is nn.Sequential:
         parts = [chain_of(part) for part in model]
         chain = [layer for part in parts if part is not None for layer in part]
-        return None if None in parts or _has_hooks(model) else chain
+        return None if None in parts or _is_altered(model) else chain
     plain = type(model) is nn.Linear or _is_monotone(model)
-    return [model] if plain and not _has_hooks(model) else None
+    return [model] if plain and not _is_altered(model) else None
 
 
 @torch.no_grad()
@@ -98,5 +98,10 @@ def _is_monotone(layer: nn.Module) -> bool:
     return type(layer) in _MONOTONE or _MONOTONE_IF.get(type(layer), lambda _: False)(layer)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _is_altered(module: nn.Module) -> bool:
+    """Whether a module may do something else than its class says: by a hook, or by what was set on it alone.
+
+    A weight that was set there is no parameter, but may be made of one that turns.
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks or vars(module).keys() & {"forward", "weight"})

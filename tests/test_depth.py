@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import nero
+from nero import theory
 from nero.depth import TRUST
 
 pytest.importorskip("typer")
@@ -430,6 +431,32 @@ def test_two_may_ask_of_one_model():
     assert {group["depth"] for each in optimisers for group in each.param_groups} == {3.0}
     assert len(model._forward_pre_hooks) == 1
     assert all(torch.equal(inputs[0], X) for inputs in seen)  # not what a hook before has made of them
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, data: theory.robustness(model, data, rotations=4, examples=2),
+        lambda model, _: theory.relative_change(model, lambda it: it(X[:2]).sum(), {"0.weight": torch.ones(8, 8)}),
+        lambda model, data: theory.preactivations(model, data[0]),
+        lambda model, _: nero.depth_of(model, X[:2]),
+    ],
+    ids=["robustness", "relative_change", "preactivations", "depth_of"],
+)
+def test_a_measurement_is_not_the_first_run(measure):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Block(2), nn.Linear(8, 3))
+    optimiser = nero.Nero(model, lr="auto")
+    wanted = nero.depth_of(copy.deepcopy(model), X)
+    model.register_forward_pre_hook(lambda *_: None)
+    with torch.no_grad():
+        data = X, model(X).argmax(1)
+    hooks = list(model._forward_pre_hooks)
+    measure(model, data)
+    assert list(model._forward_pre_hooks) == hooks, "nor do hooks change places"
+    assert {group["depth"] for group in optimiser.param_groups} == {"auto"}
+    model(X)
+    assert {group["depth"] for group in optimiser.param_groups} == {wanted}
 
 
 def test_a_backward_that_is_due_is_not_disturbed():

@@ -1137,6 +1137,9 @@ def test_hooks_and_frozen_layers_in_a_proof():
     handle = model[1][1].register_forward_hook(lambda *_: None)
     assert theory.robustness(model, data, rotations=10, examples=2).lower is None
     handle.remove()
+    waiting = nero.Nero(model, lr="auto")  # its hook, which counts the depth, has no part in what the model gives
+    assert theory.robustness(model, data, rotations=10, examples=2).lower == frozen.lower
+    assert waiting.param_groups[0]["depth"] == "auto"
 
 
 def decoding(model: nn.Sequential) -> None:

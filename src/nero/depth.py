@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nero.keeping import keeping
+from nero.keeping import Bystander, keeping
 from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
@@ -221,7 +221,7 @@ class Asking(Protocol):
         """The depth, or why it is not known."""
 
 
-class Once:
+class Once(Bystander):
     """Counts a model's depth just before it first runs with gradients, tells somebody, and is gone.
 
     Args:

@@ -1,10 +1,16 @@
 """Measuring changes nothing: whatever is done to a model within is undone after."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
+
+
+class Bystander:
+    """A pre-hook of a module's run that has no part in it, and is away while the model is measured."""
 
 
 @contextmanager
@@ -13,7 +19,7 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
 
     They are written in place: torch's functional_call leaves a module that is used twice with the weights it was given.
     Modes are, too, and neither train() nor eval() is called: some modules do more there, such as to merge weights.
-    Buffers may be replaced as well as written to; those that stayed are not touched.
+    Buffers may be replaced as well as written to; those that stayed are not touched. Until then bystanders are away.
 
     Args:
         model: to be kept.
@@ -26,12 +32,23 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
     weights = [(named[name], named[name].detach().clone()) for name in parameters]
     modes = [(module, module.training) for module in model.modules()]
     devices = {each.device for each in (*named.values(), *model.buffers()) if each.is_cuda}
+    away = [
+        (cast(OrderedDict[int, object], module._forward_pre_hooks), key, hook)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, Bystander)
+    ]
     try:
+        for hooks, key, _ in away:
+            del hooks[key]
         for module, mode in modes:
             module.training = mode and not evaluating
         with torch.random.fork_rng(list(devices)):
             yield
     finally:
+        for hooks, key, hook in reversed(away):
+            hooks[key] = hook
+            hooks.move_to_end(key, last=False)  # to see what the model is given, before others change it
         for module, own in homes:
             for name in dict(module._buffers):
                 if name not in own:

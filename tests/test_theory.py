@@ -1202,18 +1202,29 @@ def no_loss(model: nn.Module) -> Tensor:
     return sum(parameter.sum() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
+OF_A_MODEL = pytest.mark.parametrize(
     "call",
     [
+        lambda model: theory.is_balanced(model),
         lambda model: theory.preactivations(model, torch.ones(3, 4)),
         lambda model: theory.relative_change(model, no_loss, {"weight": torch.ones(4)}),
         lambda model: theory.is_stable_step(model, no_loss, {"weight": torch.ones(4)}),
         lambda model: theory.deep_relative_trust(model, no_loss, {"weight": torch.ones(4)}),
         lambda model: theory.relative_step(model, {"weight": torch.ones(4)}),
+        lambda model: theory.is_per_neuron_relative(model, {"weight": torch.ones(4)}, 0.1),
         lambda model: theory.robustness(model, (torch.ones(3, 4), torch.zeros(3).long())),
         lambda model: theory.generalisation_bound(model, 1.0, 10),
     ],
 )
+
+
+@OF_A_MODEL
+def test_a_model_on_the_meta_device_has_no_values(call):
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device: give it memory \(module\.to_empty\)"):
+        call(nn.Linear(4, 3, device="meta"))
+
+
+@OF_A_MODEL
 def test_a_model_without_neurons(call):
     with pytest.raises(ValueError, match=r"LayerNorm has no neurons to train; nero\.describe"):
         call(nn.LayerNorm(4))

@@ -131,14 +131,15 @@ def is_balanced(
 
     Raises:
         TypeError: something that is not a module, a complex parameter.
-        ValueError: a model without neurons to train.
+        ValueError: a model without neurons to train, or on the meta device.
     """
     neurons = list(_neurons(model))
     tables = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
     paddings = {table.weight: table.padding_idx for table in tables}
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
-    for _, parameter, role in neurons:
+    for name, parameter, role in neurons:
+        check_memory(repr(name), parameter)
         wide = _wide(role.view(parameter))
         rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
         allowed = rounding if tolerance is None else tolerance
@@ -261,6 +262,12 @@ def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.P
             raise TypeError(f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
         if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
             yield name, parameters[name], role
+
+
+def check_memory(name: str, parameter: Tensor) -> None:
+    """Raise if a parameter has a shape and no values."""
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from nero.backends import CHOICES, has, triton
+from nero.balance import check_memory
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -19,8 +20,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
     if parameter.is_floating_point() and parameter.dtype.itemsize < 2:
         raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
+    check_memory(name, parameter)
     if getattr(parameter, "_is_flat_param", False):
         raise TypeError(
             f"{name} is a flat parameter of FSDP1, which cuts through neurons: shard with "

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from nero.balance import check_memory
 from nero.roles import KINDS, Kind, Role, roles_of
 
 #: A change of weights, ΔW, by the parameters' names; what it does not name stays.
@@ -38,7 +39,7 @@ def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS, frozen: bool 
 
     Raises:
         TypeError: something that is not a module, a complex parameter.
-        ValueError: a model without neurons, or with none of those kinds; an unknown kind.
+        ValueError: a model without neurons, or with none of those kinds; one on the meta device; an unknown kind.
     """
     known = isinstance(kinds, Collection) and not isinstance(kinds, str) and all(kind in KINDS for kind in kinds)
     if not known or not kinds:
@@ -56,6 +57,7 @@ def layers_of(model: nn.Module, kinds: Collection[Kind] = NEURONS, frozen: bool 
             raise TypeError(
                 f"{layer.name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)"
             )
+        check_memory(repr(layer.name), layer.parameter)
     found = [layer for layer in layers if layer.role.kind in kinds]
     if not found:
         raise ValueError(

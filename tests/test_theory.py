@@ -399,6 +399,25 @@ def test_tied_and_frozen_layers_are_layers_too():
     assert theory.preactivations(evaluated, torch.randn(5, 4)).layers[0].samples == 5
 
 
+def compiled_in_part(model: nn.Sequential) -> nn.Module:
+    model[2] = torch.compile(model[2], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda model: torch.compile(model, backend="eager"), compiled_in_part], ids=["whole", "in part"]
+)
+def test_what_is_compiled_is_seen_too(compiled):
+    inputs = torch.randn(9, 4, dtype=torch.float64)
+    plain = perceptron(4, 6, 3)
+    model = compiled(copy.deepcopy(plain))
+    with torch.no_grad():
+        model(inputs)  # from here on it has code that knows of no hooks
+    for row, wanted in zip(*(theory.preactivations(each, inputs).layers for each in (model, plain)), strict=True):
+        assert row.name.replace("_orig_mod", "").strip(".") == wanted.name
+        torch.testing.assert_close(row.means, wanted.means)
+
+
 @pytest.mark.parametrize("norm", [weight_norm, nero.centred_weight_norm])
 def test_a_model_may_be_a_parametrised_layer(norm):
     layer, inputs = norm(nn.Linear(8, 4)), torch.randn(9, 8)

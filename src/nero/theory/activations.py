@@ -1,6 +1,8 @@
 """What balanced neurons do to activations (Section 3.1): the mean and variance of every layer's pre-activations."""
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +104,7 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
 
     A pre-activation is what the layer gives, its bias included; for a convolution every place counts as
     an example. Frozen layers are among them. The model runs in the mode it is in, and its buffers and torch's random
-    numbers stay as they were.
+    numbers stay as they were. What is compiled runs as it stands.
 
     Args:
         model: any module with linear or convolutional layers.
@@ -142,7 +144,7 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
 
     handles = [modules[name].register_forward_hook(see(name)) for name in owners if _gives_sums(modules[name])]
     try:
-        with keeping(model):
+        with keeping(model), _as_it_stands():
             model(*arguments)
     finally:
         for handle in handles:
@@ -153,6 +155,14 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     return Preactivations(
         tuple(_statistics(name, modules[name], torch.cat(sums)) for name, sums in seen.items()), tuple(left_out)
     )
+
+
+def _as_it_stands() -> AbstractContextManager[Any]:
+    """Have no module run as it was compiled before, which would pass the hooks by."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it would take seconds
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def _short(number: float) -> str:

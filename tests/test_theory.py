@@ -399,6 +399,20 @@ def test_tied_and_frozen_layers_are_layers_too():
     assert theory.preactivations(evaluated, torch.randn(5, 4)).layers[0].samples == 5
 
 
+def test_a_layer_that_gives_no_tensor_is_left_out():
+    class Pair(nn.Linear):
+        def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
+            return super().forward(inputs), None
+
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, None]) -> Tensor:
+            return pair[0]
+
+    found = theory.preactivations(nn.Sequential(Pair(4, 4), First(), nn.Linear(4, 3)), torch.randn(5, 4))
+    assert [row.name for row in found.layers] == ["2"]
+    assert found.left_out == ("0.weight",)
+
+
 def compiled_in_part(model: nn.Sequential) -> nn.Module:
     model[2] = torch.compile(model[2], backend="eager")
     return model

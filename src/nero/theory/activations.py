@@ -65,7 +65,8 @@ class Preactivations:
     Attributes:
         layers: one :class:`LayerStatistics` for each, in the order in which they ran; layers that share a weight have
             one each.
-        left_out: parameters of neurons whose weighted sums are not to be seen, such as a recurrent layer's.
+        left_out: parameters of neurons whose weighted sums are not to be seen, such as a recurrent layer's, or those
+            of a layer that gives something else than a tensor.
     """
 
     layers: tuple[LayerStatistics, ...]
@@ -135,10 +136,10 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
                 owners.setdefault(before[1:] if parametrised else home, []).append(name)
     seen: dict[str, list[Tensor]] = {}
 
-    def see(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def hook(module: nn.Module, _: Any, output: Tensor) -> None:
-            # as they are now: what comes next may work in place
-            seen.setdefault(name, []).append(_by_neuron(module, output).clone())
+    def see(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            if isinstance(output, Tensor):  # as it is now: what comes next may work in place
+                seen.setdefault(name, []).append(_by_neuron(module, output).clone())
 
         return hook
 

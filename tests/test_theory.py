@@ -268,6 +268,21 @@ def test_the_bound_wants_samples(samples):
         theory.generalisation_bound([(2, 5)], 1.0, samples)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda many: theory.pac_bayes_bound(-1.0, many),
+        lambda many: theory.generalisation_bound([(2, 5)], 1.0, many),
+        lambda many: theory.cap_measure(many, 1.0),
+    ],
+)
+def test_counts_have_64_bits(call):
+    assert call(2**64 - 1)
+    for many in (2**64, 10**400, 10**5000):
+        with pytest.raises(ValueError, match=r"(samples|dim) must be a whole number of 64 bits at most, the "):
+            call(many)
+
+
 @pytest.mark.parametrize("delta", [0, 1, -0.1, math.nan, True])
 def test_the_bound_wants_a_delta(delta):
     with pytest.raises(ValueError, match="delta must be between 0 and 1"):
@@ -1418,6 +1433,8 @@ def test_classifiers_give_a_row_an_example():
         ({"rotations": 0}, "rotations must be a whole number"),
         ({"examples": 1.5}, "examples must be a whole number"),
         ({"steps": True}, "steps must be a whole number"),
+        *(({"seed": seed}, "seed must be a whole number, but it is") for seed in ("a", 1.5, True, None)),
+        ({"seed": 2**64}, "seed must be a whole number of 64 bits at most"),
         ({"confidence": 1.0}, "confidence must be between 0 and 1"),
         ({"tolerance": 0}, "tolerance must be between 0 and 1"),
     ],
@@ -1426,6 +1443,14 @@ def test_options_of_robustness(options, message):
     model, inputs, labels = robust_case()
     with pytest.raises(ValueError, match=message):
         theory.robustness(model, (inputs, labels), **options)
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1, np.int64(7)])
+def test_seeds_are_torchs(seed):
+    model, inputs, labels = robust_case()
+    found = theory.robustness(model, (inputs, labels), rotations=4, examples=1, seed=seed)
+    same = torch.Generator().manual_seed(int(seed)).initial_seed()
+    assert found == theory.robustness(model, (inputs, labels), rotations=4, examples=1, seed=same)
 
 
 def test_robustness_wants_neurons_it_can_turn():

@@ -131,7 +131,7 @@ def robustness(
     """
     check_angle("limit", limit)
     rotations = whole("rotations", rotations, 1)
-    examples, steps = whole("examples", examples, 1), whole("steps", steps, 1)
+    examples, steps, seed = whole("examples", examples, 1), whole("steps", steps, 1), whole("seed", seed)
     for name, share in (("confidence", confidence), ("tolerance", tolerance)):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
@@ -193,7 +193,7 @@ class _Search:
 
     def __init__(self, solution: Classifier, limit: float, tolerance: float, steps: int, seed: int) -> None:
         self.solution, self.limit, self.tolerance, self.steps = solution, limit, tolerance, steps
-        self.generator = torch.Generator(next(iter(solution.poles.values())).device).manual_seed(seed)
+        self.generator = torch.Generator(next(iter(solution.poles.values())).device).manual_seed(seed % 2**64)
         self.upper: float | None = None
         self.example: int | None = None
         self.weights: Mapping[str, Tensor] = {}

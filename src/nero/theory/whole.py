@@ -4,12 +4,15 @@ import operator
 from typing import Any
 
 
-def whole(name: str, value: Any, least: int, what: str = "") -> int:
-    """A whole number, such as numpy's, as Python's own; raise if it is none, or less than it may be."""
+def whole(name: str, value: Any, least: int | None = None, what: str = "") -> int:
+    """A whole number, such as numpy's, as Python's own; raise if it is none, less than it may be, or beyond 64 bits."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or number < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more{what}, but it is {value!r}")
+    if number is None or (least is not None and number < least):
+        of = "" if least is None else f" of {least} or more"
+        raise ValueError(f"{name} must be a whole number{of}{what}, but it is {value!r}")
+    if number >= 2**64:
+        raise ValueError(f"{name} must be a whole number of 64 bits at most{what}")
     return number

@@ -269,6 +269,8 @@ def test_skipped_updates_are_the_optimisers():
     optimiser.step()
     found = {layer.name: layer.skipped for layer in watched.read().layers if layer.skipped}
     assert found == optimiser.skipped == {"0.weight": 1, "3.bias": 5}
+    silent = {layer.name: layer.silent for layer in watched.readings[0].layers if layer.silent}
+    assert silent == {"0.weight": pytest.approx(1 / 12), "3.bias": 1}, "what had no finite gradient is silent, too"
 
 
 # -- it keeps out of the way --------------------------------------------------------------------

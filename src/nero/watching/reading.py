@@ -36,8 +36,8 @@ class Layer(NamedTuple):
             has moved, in units of its scale. Both are what the learning rate is to one step.
         from_start: the same from where it was when the watch began.
         grad_norm: the root mean square of its gradients' norms: the optimiser's running average, corrected.
-        silent: the share that has had no gradient but zero, such as the neurons behind a ReLU that is never on; nan
-            before its first step.
+        silent: the share that has had no gradient but zero, such as the neurons behind a ReLU that is never on, or
+            none that was finite, which ``skipped`` tells of; nan before its first step.
         near_limit: the share of neurons near the limit of what the constraints allow, which is to have all weight on
             one input: of balanced weights the largest is at most sqrt(1 - 1/fan_in), and theirs is 90 % of it.
         off_balance: the share of neurons that the constraints do not hold, beyond what rounding explains: at the

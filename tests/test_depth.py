@@ -173,6 +173,36 @@ def test_counting_leaves_the_model_as_it_was():
     assert nero.depth_of(model, X) == 2
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_counting_spends_no_inputs(trained):
+    """Each is used up or written over by the run, and one of them comes from another model."""
+
+    class Spending(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.seen = []
+
+        def forward(self, batch, again, prompt, *, kept):
+            self.seen.append((batch["x"].clone(), again is batch["x"], isinstance(prompt, nn.Parameter)))
+            batch["x"].sub_(1).mul_(2)
+            return self.layer(batch.pop("x")) + batch.pop("y") + kept.pop() + prompt
+
+    model = Spending()
+    optimiser = nero.Nero(model, lr="auto")
+    given = nn.Linear(8, 8).requires_grad_(trained)(X)
+    before = given.detach().clone()
+    batch, kept = {"x": given, "y": X.clone()}, [X]
+    model(batch, given, nn.Parameter(X), kept=kept).sum().backward()
+    assert (batch, kept) == ({}, [])
+    assert torch.equal(given, (before - 1) * 2)
+    assert optimiser.param_groups[0]["depth"] == 1
+    assert len(model.seen) == 2
+    for seen in model.seen:
+        assert torch.equal(seen[0], before)
+        assert seen[1:] == (True, True)
+
+
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="no trained layer was found"):
         nero.depth_of(nn.ReLU(), X)

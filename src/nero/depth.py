@@ -41,11 +41,11 @@ class _Weights(NamedTuple):
 def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
     """The depth of a network, as a step that turns all of its trained neurons sees it.
 
-    It is counted while the model runs on the inputs, once and in the mode that it is in; its buffers and torch's random
-    numbers are put back. Layers in a row count one each; of branches, the deepest counts. Where branches are added, as
-    around a residual block, each counts by its share: of depths a and b and mean squares u and v, the sum has the
-    depth √((u a² + v b²) / (u + v)); what no layer has touched does not count. The shares are those of the weights
-    that are there: make the optimiser first, or call :func:`nero.balance_`.
+    It is counted while the model runs on copies of the inputs, once and in the mode that it is in; its buffers and
+    torch's random numbers are put back. Layers in a row count one each; of branches, the deepest counts. Where
+    branches are added, as around a residual block, each counts by its share: of depths a and b and mean squares u and
+    v, the sum has the depth √((u a² + v b²) / (u + v)); what no layer has touched does not count. The shares are those
+    of the weights that are there: make the optimiser first, or call :func:`nero.balance_`.
 
     Args:
         model: whose layers to count.
@@ -91,6 +91,7 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    inputs, named = _copied((inputs, named))
     known: dict[int, tuple[Any, _Signal | _Weights]] = {}
     deepest = 0.0
 
@@ -138,6 +139,27 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
     given = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
     signals = [what for what in map(recall, given) if isinstance(what, _Signal)]
     return max((each.depth for each in signals), default=0.0) or deepest  # of what it gave or, if that is closed, made
+
+
+def _copied(given: Any) -> Any:
+    """Inputs for a run that may spend them: containers and tensors of its own, where what was one tensor still is one.
+
+    A tensor's history is cut off, yet what could be written to can be. Parameters are no copies, but themselves.
+    """
+    from torch.utils._pytree import tree_map
+
+    copies: dict[int, Tensor] = {}
+
+    def copied(each: Any) -> Any:
+        if not isinstance(each, Tensor) or isinstance(each, nn.Parameter):
+            return each
+        if id(each) not in copies:
+            cut, asked = each.detach(), each.requires_grad
+            copies[id(each)] = cut.clone().requires_grad_(asked) if each.is_leaf else cut.requires_grad_().clone()
+        return copies[id(each)]
+
+    with torch.enable_grad():
+        return tree_map(copied, given)
 
 
 def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], options: Any) -> _Signal | _Weights:

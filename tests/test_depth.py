@@ -271,6 +271,50 @@ def test_it_counts_once_and_is_gone():
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}
 
 
+def test_what_joins_the_model_before_it_runs_is_counted():
+    model = perceptron(3)
+    optimiser = nero.Nero(model, lr="auto")
+    model.append(nn.Linear(2, 2))
+    optimiser.add_param_group({"params": model[-1]})
+    model(X).sum().backward()
+    optimiser.step()
+    assert {group["depth"] for group in optimiser.param_groups} == {4.0}
+
+
+def test_what_belongs_to_another_model_is_asked_for():
+    model, other = perceptron(3), perceptron(2)
+    optimiser = nero.Nero(model, lr="auto")
+    optimiser.add_param_group({"params": other})
+    (model(X).sum() + other(X).sum()).backward()
+    with pytest.raises(
+        RuntimeError, match=r"call optimiser\.count_depth\(model\) first, .* parameters of another model"
+    ):
+        optimiser.step()
+    optimiser.count_depth(other)
+    other(X)
+    optimiser.step()
+    assert {group["depth"] for group in optimiser.param_groups} == {3.0, 2.0}
+
+
+@pytest.mark.parametrize("how", ["loaded", "copied", "set"])
+def test_what_is_added_has_the_depth_of_the_others(how):
+    model = perceptron(3)
+    optimiser = nero.Nero(model, lr="auto")
+    if how == "set":
+        for group in optimiser.param_groups:
+            group["depth"] = 3.0
+    model(X)
+    if how == "copied":
+        optimiser = copy.deepcopy(optimiser)
+    if how == "loaded":
+        saved = optimiser.state_dict()
+        optimiser = nero.Nero(model, lr="auto")
+        optimiser.load_state_dict(saved)
+    optimiser.add_param_group({"params": nn.Linear(2, 2)})
+    optimiser.add_param_group({"params": nn.Linear(2, 2).weight, "depth": 5.0})
+    assert [group["depth"] for group in optimiser.param_groups] == [3.0] * (len(optimiser.param_groups) - 1) + [5.0]
+
+
 def test_a_model_that_fails_is_counted_at_the_next_try():
     model = perceptron(3)
     optimiser = nero.Nero(model, lr="auto")

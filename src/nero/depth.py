@@ -236,8 +236,8 @@ def _agreed(model: nn.Module, found: float | str) -> float | str:
 class Asking(Protocol):
     """Whoever wants to know a depth."""
 
-    def _waits_for_depth(self, counted: Container[int]) -> bool:
-        """Whether it does still, of parameters with these numbers (``id``)."""
+    def _to_count(self, model: nn.Module) -> Container[int]:
+        """What of a model to count: the numbers (``id``) of parameters; none, if it has no need to know any more."""
 
     def _take_depth(self, depth: float | str, counted: Container[int]) -> None:
         """The depth, or why it is not known."""
@@ -248,17 +248,16 @@ class Once(Bystander):
 
     Args:
         model: to count the layers of.
-        asking: whom to tell; it is not held.
-        counted: what to count: the numbers (``id``) of parameters.
+        asking: who says what to count, and is told; it is not held.
     """
 
-    def __init__(self, model: nn.Module, asking: Asking, counted: Container[int]) -> None:
+    def __init__(self, model: nn.Module, asking: Asking) -> None:
         self._asking: Any = weakref.ref(asking)
-        self._counted, self._busy = counted, False
+        self._busy = False
         model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_asking": None, "_counted": (), "_busy": False}  # a copy of the model counts nothing
+        return {"_asking": None, "_busy": False}  # a copy of the model counts nothing
 
     def __call__(self, model: nn.Module, inputs: Any, named: Any = None) -> None:
         """Count; or, if nobody wants to know any more, be gone. Without names it has gone while others were called."""
@@ -267,16 +266,17 @@ class Once(Bystander):
         if self._busy or named is None or other or not torch.is_grad_enabled():
             return
         asking = self._asking() if self._asking is not None else None
-        if asking is not None and asking._waits_for_depth(self._counted):
+        counted = asking._to_count(model) if asking is not None else ()
+        if asking is not None and counted:
             self._busy = True
             try:
-                found: float | str = count(model, inputs, named, self._counted)
+                found: float | str = count(model, inputs, named, counted)
             except Exception as error:  # the model's own run says it, or the next step does
                 found = f"{type(error).__name__}: {error}"
             finally:
                 self._busy = False
             found = _agreed(model, found)
-            asking._take_depth(found, self._counted)
+            asking._take_depth(found, counted)
             if isinstance(found, str):
                 return  # it may go better next time
         for key, hook in list(model._forward_pre_hooks.items()):

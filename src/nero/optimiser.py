@@ -181,34 +181,37 @@ class Nero(torch.optim.Optimizer):
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-        own = {id(parameter) for parameter in model.parameters()}
-        groups = [group for group in self.param_groups if any(id(each) in own for each in group["params"])]
+        groups = list(self._groups_of(self._shared_with(model)))
         if not groups:
             raise ValueError("no parameter of this model is in the optimiser: give the model that it trains")
         from nero.depth import Once
 
         for group in groups:
             group["depth"] = "auto"
-        Once(model, self, own & {id(each) for group in groups for each in group["params"]})
+        Once(model, self)
         self._unknown = ""
 
-    def _waits_for_depth(self, counted: Container[int]) -> bool:
-        """Whether a group with any of these parameters, by ``id``, has a depth that is not known yet."""
-        return any(True for _ in self._waiting_for(counted))
+    def _to_count(self, model: nn.Module) -> set[int]:
+        """What of a model to count, by ``id``: all that is in the optimiser now, if a group of it waits for a depth."""
+        shared = self._shared_with(model)
+        return shared if any(group["depth"] == "auto" for group in self._groups_of(shared)) else set()
 
     def _take_depth(self, depth: float | str, counted: Container[int]) -> None:
         """Take in what was counted of these parameters, or why it was not: for who counts."""
         if isinstance(depth, str):
             self._unknown = f" ({depth})"
             return
-        for group in self._waiting_for(counted):
-            group["depth"] = depth
-        if self.defaults["depth"] == "auto":  # for those that will be added
-            self.defaults["depth"] = depth
+        for group in self._groups_of(counted):
+            if group["depth"] == "auto":
+                group["depth"] = depth
 
-    def _waiting_for(self, counted: Container[int]) -> Iterator[dict[str, Any]]:
+    def _shared_with(self, model: nn.Module) -> set[int]:
+        own = {id(parameter) for parameter in model.parameters()}
+        return {id(each) for group in self.param_groups for each in group["params"] if id(each) in own}
+
+    def _groups_of(self, shared: Container[int]) -> Iterator[dict[str, Any]]:
         for group in self.param_groups:
-            if group["depth"] == "auto" and any(id(each) in counted for each in group["params"]):
+            if any(id(each) in shared for each in group["params"]):
                 yield group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -230,7 +233,7 @@ class Nero(torch.optim.Optimizer):
         self._waiting = self._waiting or []
         try:
             for group in groups:
-                super().add_param_group(self._named_like_the_others(group))
+                super().add_param_group(self._like_the_others(group))
                 group = self.param_groups[-1]
                 check_options(group)
                 roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
@@ -274,8 +277,9 @@ class Nero(torch.optim.Optimizer):
             if group["depth"] == "auto":
                 raise RuntimeError(
                     f"the depth of the model is not known yet{self._unknown}: run it as a whole before the first step, "
-                    "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded; or "
-                    "give the depth, as in nero.Nero(model, lr=0.08, depth=nero.depth_of(model, inputs))"
+                    "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded, or "
+                    "has parameters of another model; or give the depth, as in nero.Nero(model, lr=0.08, "
+                    "depth=nero.depth_of(model, inputs))"
                 )
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
@@ -506,8 +510,8 @@ class Nero(torch.optim.Optimizer):
                     "neurons sit out a step with on_nonfinite='skip'"
                 )
 
-    def _named_like_the_others(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Torch wants all groups named or none; a user who adds a layer later need not care."""
+    def _like_the_others(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group that is added, with names where the others have them, as torch wants it, and with their depth."""
         if isinstance(group, dict) and "params" not in group:
             raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
         if not isinstance(group, dict) or isinstance(group["params"], set) or not self.param_groups:
@@ -518,6 +522,8 @@ class Nero(torch.optim.Optimizer):
             params = [each[1] if isinstance(each, tuple) else each for each in params]
         elif not any(named) and "param_names" not in group:
             params = [(f"group{len(self.param_groups)}.{index}", each) for index, each in enumerate(params)]
+        if self.defaults["depth"] == "auto":  # what is counted of the model is for all that joins it, before or after
+            group = {"depth": self.param_groups[0]["depth"], **group}
         return {**group, "params": params}
 
 

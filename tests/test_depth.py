@@ -495,6 +495,60 @@ def test_only_what_is_trained_counts():
     assert optimiser.param_groups[0]["depth"] == 1
 
 
+@pytest.mark.parametrize("frozen_first", [True, False])
+def test_neurons_that_were_not_counted_are_told_of_once(frozen_first):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    if frozen_first:
+        model[:-1].requires_grad_(False)
+    optimiser = nero.Nero(model, lr="auto")
+    model[:-1].requires_grad_(False)
+    turned(model, optimiser)
+    for layer in model:
+        layer.bias.requires_grad_(True)
+    turned(model, optimiser)  # biases have no part in the depth
+    model.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"^0\.weight and 8 more .* call optimiser\.count_depth\(model\)") as caught:
+        turned(model, optimiser)
+    assert [each.filename for each in caught] == [__file__]
+    turned(model, optimiser)
+    optimiser.count_depth(model)
+    turned(model, optimiser)
+    assert {group["depth"] for group in optimiser.param_groups} == {10.0}
+
+
+@pytest.mark.parametrize("how", ["unfrozen before", "counted again", "set", "given", "as a default"])
+def test_neurons_whose_depth_is_known_are_not_told_of(how):
+    model = perceptron(3)
+    model[0].requires_grad_(False)
+    optimiser = nero.Nero(model, lr="auto", depth=7.0 if how == "as a default" else None)
+    if how != "unfrozen before":
+        turned(model, optimiser)
+    model[0].requires_grad_(True)
+    if how == "counted again":
+        optimiser.count_depth(model)
+    if how == "set":
+        for group in optimiser.param_groups:
+            group["depth"] = 7.0
+    if how == "given":
+        model[0].requires_grad_(False)
+        model.append(nn.Linear(2, 2))
+        optimiser.add_param_group({"params": model[-1], "depth": 2.0})
+    turned(model, optimiser)
+
+
+def test_neurons_that_were_added_after_the_count_are_told_of():
+    model = perceptron(3)
+    optimiser = nero.Nero(model, lr="auto")
+    turned(model, optimiser)
+    model.append(nn.Linear(2, 2))
+    optimiser.add_param_group({"params": model[-1]})
+    with pytest.warns(UserWarning, match="^weight had no part in the depth"):
+        turned(model, optimiser)
+    optimiser.count_depth(model)
+    turned(model, optimiser)
+    assert {group["depth"] for group in optimiser.param_groups} == {4.0}
+
+
 def test_two_may_ask_of_one_model():
     model = perceptron(3)
     optimisers = [nero.Nero(model, lr="auto") for _ in range(2)]

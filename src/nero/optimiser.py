@@ -153,6 +153,7 @@ class Nero(torch.optim.Optimizer):
         }
         check_options(defaults)
         self._unknown = ""  # why the depth is, if it was tried
+        self._uncounted: dict[Tensor, float] = {}  # neurons, by the depth that was counted without them
         self._roles: dict[Tensor, Role] = {}
         self._waiting: list[dict[str, Any]] | None = []
         self._forget()
@@ -204,6 +205,29 @@ class Nero(torch.optim.Optimizer):
         for group in self._groups_of(counted):
             if group["depth"] == "auto":
                 group["depth"] = depth
+        for part in self.parts():
+            if id(part.parameter) in counted:
+                self._uncounted.pop(part.parameter, None)
+                if part.role.kind == "neuron" and not part.parameter.requires_grad:
+                    self._uncounted[part.parameter] = depth
+
+    def _warn_of_uncounted(self) -> None:
+        """Say it once, when any of them first has a gradient."""
+        if not any(each.requires_grad and each.grad is not None for each in self._uncounted):
+            return
+        late = [
+            part.name
+            for part in self.parts()
+            if part.parameter.grad is not None and self._uncounted.get(part.parameter) == part.group["depth"]
+        ]
+        self._uncounted = {}
+        if late:
+            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
+            warnings.warn(
+                f"{late[0]}{more} had no part in the depth that the angle is divided by: call "
+                "optimiser.count_depth(model), and the model's next run counts again; or set the depth of the group",
+                stacklevel=5,
+            )
 
     def _shared_with(self, model: nn.Module) -> set[int]:
         own = {id(parameter) for parameter in model.parameters()}
@@ -232,13 +256,17 @@ class Nero(torch.optim.Optimizer):
         count, alone = len(self.param_groups), self._waiting is None
         self._waiting = self._waiting or []
         try:
-            for group in groups:
-                super().add_param_group(self._like_the_others(group))
+            for given in groups:
+                super().add_param_group(self._like_the_others(given))
                 group = self.param_groups[-1]
                 check_options(group)
                 roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
                 self._roles.update(zip(group["params"], roles, strict=True))
                 self._waiting.append(group)
+                counted = self.defaults["depth"] == "auto" and group["depth"] != "auto"
+                if counted and "depth" not in given:
+                    neurons = [each for each in group["params"] if self._roles[each].kind == "neuron"]
+                    self._uncounted.update(dict.fromkeys(neurons, group["depth"]))
         except BaseException:
             del self.param_groups[count:]
             self._waiting = None if alone else self._waiting
@@ -273,6 +301,8 @@ class Nero(torch.optim.Optimizer):
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self._check_options()
+            if self._uncounted:
+                self._warn_of_uncounted()
         for group in self.param_groups:
             if group["depth"] == "auto":
                 raise RuntimeError(
@@ -309,6 +339,7 @@ class Nero(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._unknown = ""
+        self._uncounted = getattr(self, "_uncounted", {})
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
         self._forget()

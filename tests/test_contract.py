@@ -693,6 +693,26 @@ def test_a_model_that_changes_its_dtype_after_the_optimiser_was_made(backend: st
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("fix_norm", [True, "initial"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_statistics_follow_a_model_that_is_cast(backend: str, dtype: torch.dtype, fix_norm: bool | str):
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimiser = nero.Nero(model, backend=backend, fix_norm=fix_norm)
+    model.to(dtype)
+    norms = model[0].weight.detach().norm(dim=1)
+    fill_grads(model, 0)
+    optimiser.step()
+    wide = dtype == torch.float64
+    for parameter in model.parameters():
+        kept = {key: value.dtype for key, value in optimiser.state[parameter].items()}
+        assert (kept.pop("step"), kept.pop("skipped")) == (torch.float32, torch.int64)
+        assert set(kept.values()) == {torch.float64 if wide else torch.float32}
+        assert torch.equal(parameter, parameter.float().to(dtype)) != wide
+    if fix_norm is True:
+        assert nero.is_balanced(model)
+    torch.testing.assert_close(model[0].weight.detach().norm(dim=1), norms, rtol=1e-6 if wide else 1e-2, atol=0)
+
+
 @pytest.mark.parametrize("beta", [0.9999, 0.9999999])
 def test_a_memory_close_to_one(backend: str, beta: float):
     """1 - beta is as exact as beta is: the first step is as long as any."""

@@ -407,6 +407,9 @@ class Nero(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state = self._take_in(parameter, role, group)
+        dtype = statistics_dtype(parameter.dtype)
+        if state["grad_norm"].dtype != dtype:  # the parameter was cast since
+            state.update({key: each.to(dtype) for key, each in state.items() if key not in ("step", "skipped")})
         if group["fix_norm"] == "initial" and role.kind == "neuron" and "radius" not in state:
             state["radius"] = initial_radius(parameter, role)
         if role.fan_in_groups > 1:

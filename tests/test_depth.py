@@ -370,6 +370,29 @@ def test_parameters_alone_have_no_depth():
         nero.Nero(perceptron(), lr="automatic")
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused_before_anything_has_changed():
+    model = torch.jit.script(perceptron(3))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(
+        ValueError, match=r"a scripted model .*: count it before, as in nero\.Nero\(model, lr=0\.08, depth"
+    ):
+        nero.Nero(model, lr="auto")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimiser = nero.Nero(model, lr=0.08, depth=nero.depth_of(model, X))
+    with pytest.raises(ValueError, match="a scripted model"):
+        optimiser.count_depth(model)
+    assert {group["depth"] for group in optimiser.param_groups} == {3.0}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_can_be_scripted_once_it_has_run():
+    model = perceptron(3)
+    nero.Nero(model, lr="auto")
+    model(X)
+    torch.testing.assert_close(torch.jit.script(model)(X), model(X))
+
+
 def test_groups_made_by_hand_can_be_told_of_the_model():
     model = perceptron(3)
     optimiser = nero.Nero(nero.param_groups(model), lr=0.06)

@@ -5,7 +5,8 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from nero.backends import CHOICES, has, triton
@@ -28,6 +29,15 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         )
     if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
         raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
+
+
+def check_counts(model: nn.Module) -> None:
+    """Raise if nobody can tell when a model runs, for which the count of its depth waits."""
+    if isinstance(model, ScriptModule):
+        raise ValueError(
+            "a scripted model does not say when it runs, so its depth cannot be counted then: count it before, as in "
+            "nero.Nero(model, lr=0.08, depth=nero.depth_of(model, inputs))"
+        )
 
 
 def check_backend(backend: str, name: str, *tensors: Tensor) -> None:

@@ -13,7 +13,7 @@ from nero import backends
 from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_backend, check_lr, check_options, check_parameter
+from nero.checks import check_backend, check_counts, check_lr, check_options, check_parameter
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
 from nero.state import checked_state, name_of, role_in
@@ -130,11 +130,13 @@ class Nero(torch.optim.Optimizer):
             from nero.depth import TRUST  # which most training does not need
 
             lr = TRUST
-        if depth == "auto" and not isinstance(params, nn.Module):
-            raise ValueError(
-                "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
-                "nero.Nero(model, lr='auto'), or call count_depth(model) on an optimiser of groups"
-            )
+        if depth == "auto":
+            if not isinstance(params, nn.Module):
+                raise ValueError(
+                    "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
+                    "nero.Nero(model, lr='auto'), or call count_depth(model) on an optimiser of groups"
+                )
+            check_counts(params)
         defaults: dict[str, Any] = {
             "lr": lr,
             "beta": beta,
@@ -178,10 +180,11 @@ class Nero(torch.optim.Optimizer):
 
         Raises:
             TypeError: if it is no module.
-            ValueError: if no group has a parameter of it.
+            ValueError: if no group has a parameter of it, or if it is scripted.
         """
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+        check_counts(model)
         groups = list(self._groups_of(self._shared_with(model)))
         if not groups:
             raise ValueError("no parameter of this model is in the optimiser: give the model that it trains")

@@ -768,6 +768,15 @@ def test_odd_ways_are_followed(something):
     assert nero.depth_of(Odd(something), X) == 5
 
 
+def test_a_slope_that_a_model_asks_for_is_followed():
+    def force(self, places):
+        places = places.detach().requires_grad_()
+        energy = self.head(self.head(2 * places).tanh()).sum()
+        return energy, torch.autograd.grad(energy, places, create_graph=True)[0]
+
+    assert nero.depth_of(Odd(force), X) == 2
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda x: torch.from_numpy(x.detach().numpy().copy()), lambda x: torch.empty(x.shape), torch.empty_like,

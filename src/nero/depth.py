@@ -105,8 +105,8 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
         place, what = known.get(id(tensor), (None, None))
         if what is None or place is None or place() is not tensor:
             what = _Signal(0.0, trained=False)
-        elif tensor.is_leaf:  # somebody has asked for its gradient on the way
-            return what
+        elif tensor.is_leaf:  # somebody may have asked for its gradient on the way, and all that is made of it has one
+            return what._replace(trained=True) if tensor.requires_grad and isinstance(what, _Signal) else what
         if tensor.requires_grad and isinstance(what, _Signal) and not what.trained:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} comes from where torch's operations cannot be followed (a "

@@ -759,11 +759,18 @@ def asking(self, inputs):
     return self.head(self.body(inputs.clone().requires_grad_()))
 
 
+def masked(self, inputs):
+    """Where either of two is positive."""
+    first = self.body(inputs)
+    second = self.head(first)
+    return second * ((first > 0) + (second > 0))
+
+
 def made_up(self, _):
     return self.head(self.body(torch.randn(3, 2)))
 
 
-@pytest.mark.parametrize("something", [filled, kept, again, cast, asking, made_up])
+@pytest.mark.parametrize("something", [filled, kept, again, cast, asking, masked, made_up])
 def test_odd_ways_are_followed(something):
     assert nero.depth_of(Odd(something), X) == 5
 
@@ -775,6 +782,17 @@ def test_a_slope_that_a_model_asks_for_is_followed():
         return energy, torch.autograd.grad(energy, places, create_graph=True)[0]
 
     assert nero.depth_of(Odd(force), X) == 2
+
+
+def test_complex_branches_have_shares():
+    def added(self, inputs):
+        first = self.head(inputs)
+        return torch.complex(torch.zeros(4, 2), 2 * first) + torch.complex(self.body(first), first)
+
+    model = Odd(added)
+    first = model.head(X[:, :2])
+    shares = [each.square().sum().item() for each in (2 * first, torch.cat([model.body(first), first]))]
+    assert nero.depth_of(model, X) == pytest.approx(rms(1, 5, shares=shares))
 
 
 @pytest.mark.parametrize(

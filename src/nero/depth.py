@@ -193,7 +193,8 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
 
 def _square(tensor: Tensor) -> float:
     """The mean square."""
-    return tensor.detach().abs().float().square().mean().item() if tensor.numel() else 0.0
+    real = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
+    return real.float().square().mean().item() if real.numel() else 0.0
 
 
 @contextmanager

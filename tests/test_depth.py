@@ -210,6 +210,14 @@ def test_a_model_without_layers_is_refused():
         nero.depth_of(nn.BatchNorm1d(8), X)
 
 
+def test_a_model_without_values_is_refused():
+    with torch.device("meta"):
+        model, inputs = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.ones(2, 8)
+    for each in (model, model[0]):
+        with pytest.raises(ValueError, match=r"on the meta device, .*: give it memory \(module\.to_empty\) and values"):
+            nero.depth_of(each, inputs)
+
+
 def turned(model, optimiser):
     """The angle of the first step, of a neuron of the first layer."""
     first = model[0]

@@ -55,7 +55,7 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
     Raises:
         TypeError: if it is no module.
         ValueError: if no trained layer is found on the way from the inputs to what the model gives, if the way
-            cannot be followed, or if branches that are added are not numbers.
+            cannot be followed, if branches that are added are not numbers, or if the model is on the meta device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -68,6 +68,11 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
 def count(model: nn.Module, inputs: Any, named: Any, trained: Container[int] | None) -> float:
     """As :func:`depth_of`, of parameters with these numbers alone (``id``), if there are any given."""
     roles = roles_of(model)
+    if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "the model is on the meta device, and its depth hangs on its values: give it memory (module.to_empty) and "
+            f"values first; or {_INSTEAD}"
+        )
     neurons = {
         id(parameter)
         for name, parameter in model.named_parameters()

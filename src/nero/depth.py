@@ -259,28 +259,24 @@ class Once(Bystander):
 
     def __init__(self, model: nn.Module, asking: Asking) -> None:
         self._asking: Any = weakref.ref(asking)
-        self._busy = False
         model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_asking": None, "_busy": False}  # a copy of the model counts nothing
+        return {"_asking": None}  # a copy of the model counts nothing
 
     def __call__(self, model: nn.Module, inputs: Any, named: Any = None) -> None:
         """Count; or, if nobody wants to know any more, be gone. Without names it has gone while others were called."""
         other = torch.compiler.is_compiling() or torch._C._is_tracing()
         other = other or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-        if self._busy or named is None or other or not torch.is_grad_enabled():
+        if named is None or other or not torch.is_grad_enabled():
             return
         asking = self._asking() if self._asking is not None else None
         counted = asking._to_count(model) if asking is not None else ()
         if asking is not None and counted:
-            self._busy = True
             try:
                 found: float | str = count(model, inputs, named, counted)
             except Exception as error:  # the model's own run says it, or the next step does
                 found = f"{type(error).__name__}: {error}"
-            finally:
-                self._busy = False
             found = _agreed(model, found)
             asking._take_depth(found, counted)
             if isinstance(found, str):

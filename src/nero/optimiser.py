@@ -1,10 +1,10 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
 from nero.checks import check_backend, check_counts, check_lr, check_options, check_parameter
+from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
-from nero.state import checked_state, name_of, role_in
+from nero.state import Part, checked_state, name_of, role_in
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
@@ -40,16 +41,7 @@ _OPTIONS = itemgetter(
 )
 
 
-class Part(NamedTuple):
-    """A parameter of an optimiser, what it is there, and the group whose options it has."""
-
-    name: str
-    parameter: Tensor
-    role: Role
-    group: dict[str, Any]
-
-
-class Nero(torch.optim.Optimizer):
+class Nero(Counting):
     r"""The neuronal rotator, of "Learning by Turning: Neural Architecture Aware Optimisation".
 
     Every neuron, a weight vector :math:`w` with gradient :math:`g`, makes the step
@@ -154,8 +146,6 @@ class Nero(torch.optim.Optimizer):
             "fan_in_groups": 1,
         }
         check_options(defaults)
-        self._unknown = ""  # why the depth is, if it was tried
-        self._uncounted: dict[Tensor, float] = {}  # neurons, by the depth that was counted without them
         self._roles: dict[Tensor, Role] = {}
         self._waiting: list[dict[str, Any]] | None = []
         self._forget()
@@ -169,77 +159,6 @@ class Nero(torch.optim.Optimizer):
                 "model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
-
-    def count_depth(self, model: nn.Module) -> None:
-        """Divide the angle by a depth that is counted when the model next runs with gradients.
-
-        That is what ``depth="auto"`` does; groups that were made by hand need to be told of the model.
-
-        Args:
-            model: a module, whose run is counted; the groups that have parameters of it are changed.
-
-        Raises:
-            TypeError: if it is no module.
-            ValueError: if no group has a parameter of it, or if it is scripted.
-        """
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
-        check_counts(model)
-        groups = list(self._groups_of(self._shared_with(model)))
-        if not groups:
-            raise ValueError("no parameter of this model is in the optimiser: give the model that it trains")
-        from nero.depth import Once
-
-        for group in groups:
-            group["depth"] = "auto"
-        Once(model, self)
-        self._unknown = ""
-
-    def _to_count(self, model: nn.Module) -> set[int]:
-        """What of a model to count, by ``id``: all that is in the optimiser now, if a group of it waits for a depth."""
-        shared = self._shared_with(model)
-        return shared if any(group["depth"] == "auto" for group in self._groups_of(shared)) else set()
-
-    def _take_depth(self, depth: float | str, counted: Container[int]) -> None:
-        """Take in what was counted of these parameters, or why it was not: for who counts."""
-        if isinstance(depth, str):
-            self._unknown = f" ({depth})"
-            return
-        for group in self._groups_of(counted):
-            if group["depth"] == "auto":
-                group["depth"] = depth
-        for part in self.parts():
-            if id(part.parameter) in counted:
-                self._uncounted.pop(part.parameter, None)
-                if part.role.kind == "neuron" and not part.parameter.requires_grad:
-                    self._uncounted[part.parameter] = depth
-
-    def _warn_of_uncounted(self) -> None:
-        """Say it once, when any of them first has a gradient."""
-        if not any(each.requires_grad and each.grad is not None for each in self._uncounted):
-            return
-        late = [
-            part.name
-            for part in self.parts()
-            if part.parameter.grad is not None and self._uncounted.get(part.parameter) == part.group["depth"]
-        ]
-        self._uncounted = {}
-        if late:
-            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
-            warnings.warn(
-                f"{late[0]}{more} had no part in the depth that the angle is divided by: call "
-                "optimiser.count_depth(model), and the model's next run counts again; or set the depth of the group",
-                stacklevel=5,
-            )
-
-    def _shared_with(self, model: nn.Module) -> set[int]:
-        own = {id(parameter) for parameter in model.parameters()}
-        return {id(each) for group in self.param_groups for each in group["params"] if id(each) in own}
-
-    def _groups_of(self, shared: Container[int]) -> Iterator[dict[str, Any]]:
-        for group in self.param_groups:
-            if any(id(each) in shared for each in group["params"]):
-                yield group
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which are balanced at once and count their own steps from here.
@@ -266,10 +185,8 @@ class Nero(torch.optim.Optimizer):
                 roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
                 self._roles.update(zip(group["params"], roles, strict=True))
                 self._waiting.append(group)
-                counted = self.defaults["depth"] == "auto" and group["depth"] != "auto"
-                if counted and "depth" not in given:
-                    neurons = [each for each in group["params"] if self._roles[each].kind == "neuron"]
-                    self._uncounted.update(dict.fromkeys(neurons, group["depth"]))
+                if "depth" not in given:
+                    self._leave_uncounted(group)
         except BaseException:
             del self.param_groups[count:]
             self._waiting = None if alone else self._waiting
@@ -304,16 +221,9 @@ class Nero(torch.optim.Optimizer):
         compiling = torch.compiler.is_compiling()
         if not compiling:
             self._check_options()
-            if self._uncounted:
-                self._warn_of_uncounted()
+            self._warn_of_uncounted()
+        self._raise_if_waiting()
         for group in self.param_groups:
-            if group["depth"] == "auto":
-                raise RuntimeError(
-                    f"the depth of the model is not known yet{self._unknown}: run it as a whole before the first step, "
-                    "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded, or "
-                    "has parameters of another model; or give the depth, as in nero.Nero(model, lr=0.08, "
-                    "depth=nero.depth_of(model, inputs))"
-                )
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
         left = [group["params"] for group in self.param_groups] if compiling else self._sweep()
@@ -341,8 +251,6 @@ class Nero(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._unknown = ""
-        self._uncounted = getattr(self, "_uncounted", {})
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
         self._forget()
@@ -559,9 +467,7 @@ class Nero(torch.optim.Optimizer):
             params = [each[1] if isinstance(each, tuple) else each for each in params]
         elif not any(named) and "param_names" not in group:
             params = [(f"group{len(self.param_groups)}.{index}", each) for index, each in enumerate(params)]
-        if self.defaults["depth"] == "auto":  # what is counted of the model is for all that joins it, before or after
-            group = {"depth": self.param_groups[0]["depth"], **group}
-        return {**group, "params": params}
+        return {**self._depth_of_the_others(), **group, "params": params}
 
 
 def _settings(group: dict[str, Any]) -> Settings:

@@ -1,7 +1,7 @@
 """What an optimiser keeps of its parameters, and a checkpoint of it: all that is saved must be ours."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +9,15 @@ from torch import Tensor
 from nero.balance import statistics_dtype
 from nero.checks import check_options
 from nero.roles import Role, role_from_shape
+
+
+class Part(NamedTuple):
+    """A parameter of an optimiser, what it is there, and the group whose options it has."""
+
+    name: str
+    parameter: Tensor
+    role: Role
+    group: dict[str, Any]
 
 
 def name_of(groups: Sequence[dict[str, Any]], group: dict[str, Any], index: int) -> str:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from nero.balance import FixNorm, statistics_dtype
-from nero.optimiser import Part
 from nero.roles import Role
 from nero.rule import bias_correction
+from nero.state import Part
 
 #: The share of a layer's neurons below each number of a spread.
 QUANTILES = (0.1, 0.5, 0.9)

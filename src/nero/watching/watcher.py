@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nero.balance import statistics_dtype
-from nero.optimiser import Nero, Part
+from nero.optimiser import Nero
+from nero.state import Part
 from nero.watching.measure import Followed, Kept, bundles, follow, measure
 from nero.watching.reading import Layer, Lines, Reading, Spread, Writer
 

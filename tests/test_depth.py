@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import nero
 from nero import theory
@@ -203,6 +204,49 @@ def test_counting_spends_no_inputs(trained):
         assert seen[1:] == (True, True)
 
 
+def test_copies_of_inputs_are_to_each_other_and_carry_what_these_do():
+    class Caching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, inputs, cache, slot):
+            slot.copy_(self.first(inputs * inputs.factor))
+            return self.second(cache)
+
+    inputs, cache = X.clone(), torch.zeros_like(X)
+    inputs.factor = 2.0
+    assert nero.depth_of(Caching(), inputs, cache, cache[:]) == 2
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_model_whose_activations_are_checkpointed_is_counted(reentrant):
+    model = perceptron(3)
+    optimiser = nero.Nero(model, lr="auto")
+    inputs = X.clone().requires_grad_()  # which the older way needs
+    checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
+    optimiser.step()
+    assert optimiser.param_groups[0]["depth"] == 3
+
+
+def test_modules_may_share_their_hooks():
+    model = perceptron(3)
+    waiting = nero.Nero(model, lr="auto")
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = model, copy.copy(model)
+
+        def forward(self, inputs):
+            return self.one(inputs) + self.other(inputs)
+
+    assert nero.depth_of(Both(), X) == pytest.approx(3)
+    model(X)
+    assert waiting.param_groups[0]["depth"] == 3
+
+
 def test_a_model_without_layers_is_refused():
     with pytest.raises(ValueError, match="no trained layer was found"):
         nero.depth_of(nn.ReLU(), X)
@@ -304,10 +348,13 @@ def test_what_belongs_to_another_model_is_asked_for():
     assert {group["depth"] for group in optimiser.param_groups} == {3.0, 2.0}
 
 
-@pytest.mark.parametrize("how", ["loaded", "copied", "set"])
+@pytest.mark.parametrize("how", ["loaded", "copied", "set", "told"])
 def test_what_is_added_has_the_depth_of_the_others(how):
     model = perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
+    if how == "told":
+        optimiser = nero.Nero(nero.param_groups(model), lr=TRUST)
+        optimiser.count_depth(model)
     if how == "set":
         for group in optimiser.param_groups:
             group["depth"] = 3.0

@@ -55,6 +55,7 @@ class Counting(torch.optim.Optimizer):
         for group in groups:
             group["depth"] = "auto"
         Once(model, self)
+        self.defaults["depth"] = "auto"  # for what is added later, too
         self._unknown = ""
 
     def _to_count(self, model: nn.Module) -> set[int]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from nero.keeping import Bystander, keeping
+from nero.keeping import Bystander, copied, keeping
 from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
@@ -96,7 +96,7 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    inputs, named = _copied((inputs, named))
+    inputs, named = copied((inputs, named))
     known: dict[int, tuple[Any, _Signal | _Weights]] = {}
     deepest = 0.0
 
@@ -139,32 +139,13 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
     for each in tree_leaves((inputs, named)):
         if isinstance(each, Tensor):
             learn(each, _Signal(0.0, each.requires_grad))
-    with torch.enable_grad(), Tracer():  # type: ignore[no-untyped-call]
+    # who keeps what a run saves for its backward, as activation checkpointing does, is not to count this one's
+    unheeded = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+    with torch.enable_grad(), unheeded, Tracer():  # type: ignore[no-untyped-call]
         found = model(*inputs, **named)
     given = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
     signals = [what for what in map(recall, given) if isinstance(what, _Signal)]
     return max((each.depth for each in signals), default=0.0) or deepest  # of what it gave or, if that is closed, made
-
-
-def _copied(given: Any) -> Any:
-    """Inputs for a run that may spend them: containers and tensors of its own, where what was one tensor still is one.
-
-    A tensor's history is cut off, yet what could be written to can be. Parameters are no copies, but themselves.
-    """
-    from torch.utils._pytree import tree_map
-
-    copies: dict[int, Tensor] = {}
-
-    def copied(each: Any) -> Any:
-        if not isinstance(each, Tensor) or isinstance(each, nn.Parameter):
-            return each
-        if id(each) not in copies:
-            cut, asked = each.detach(), each.requires_grad
-            copies[id(each)] = cut.clone().requires_grad_(asked) if each.is_leaf else cut.requires_grad_().clone()
-        return copies[id(each)]
-
-    with torch.enable_grad():
-        return tree_map(copied, given)
 
 
 def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], options: Any) -> _Signal | _Weights:

@@ -3,10 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class Bystander:
@@ -40,7 +40,7 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
     ]
     try:
         for hooks, key, _ in away:
-            del hooks[key]
+            hooks.pop(key, None)  # modules may share them
         for module, mode in modes:
             module.training = mode and not evaluating
         with torch.random.fork_rng(list(devices)):
@@ -60,3 +60,37 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
             tensor.data.copy_(value)  # of which a backward that is due takes no notice
         for module, mode in modes:
             module.training = mode
+
+
+def copied(given: Any) -> Any:
+    """Inputs for a run that may spend them: containers and tensors of its own, where what was one tensor still is one.
+
+    So is a part of one that is given as well. A tensor's history is cut off, yet what could be written to can be.
+    Parameters are no copies, but themselves.
+    """
+    from torch.utils._pytree import tree_leaves, tree_map  # which most training does not need
+
+    numbers = {id(each) for each in tree_leaves(given)}
+    copies: dict[int, Tensor] = {}
+
+    def copy(each: Any) -> Any:
+        if not isinstance(each, Tensor) or isinstance(each, nn.Parameter):
+            return each
+        if id(each) not in copies:
+            copies[id(each)] = part_of_another(each) if id(each._base) in numbers else alone(each)
+            vars(copies[id(each)]).update(vars(each))
+        return copies[id(each)]
+
+    def alone(each: Tensor) -> Tensor:
+        cut, asked = each.detach(), each.requires_grad
+        return cut.clone().requires_grad_(asked) if each.is_leaf else cut.requires_grad_().clone()
+
+    def part_of_another(each: Tensor) -> Tensor:
+        whole = each._base
+        if whole is None or not whole.is_contiguous() or whole.dtype != each.dtype:
+            return alone(each)
+        part: Tensor = copy(whole)
+        return part.as_strided(each.shape, each.stride(), each.storage_offset() - whole.storage_offset())
+
+    with torch.enable_grad():
+        return tree_map(copy, given)

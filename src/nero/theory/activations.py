@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from nero.keeping import keeping
+from nero.keeping import copied, keeping
 from nero.theory.layers import layers_of
 from nero.theory.table import table
 
@@ -146,7 +146,7 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     handles = [modules[name].register_forward_hook(see(name)) for name in owners if _gives_sums(modules[name])]
     try:
         with keeping(model), _as_it_stands():
-            model(*arguments)
+            model(*copied(arguments))  # a model that works in place would change the data
     finally:
         for handle in handles:
             handle.remove()

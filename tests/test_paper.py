@@ -898,6 +898,8 @@ def begun(loop, store):
         ("agent", ["arcade", "episodes"], None, "lacks 'episodes'"),
         ("agent", ["arcade", "actions"], [], "does not fit"),
         ("agent", ["round", "values"], torch.ones(5), "does not fit"),
+        ("agent", ["round", "frames"], None, "lacks 'frames'"),
+        ("agent", ["round", "returns"], None, "lacks 'returns'"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_named(loop, within, value, words, tmp_path):

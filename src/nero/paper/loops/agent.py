@@ -128,8 +128,8 @@ class Agent(Training):
         turn = self.step % self._turns
         if turn:
             self._begin_round()
-            for name, values in state["round"].items():
-                self._round[name].copy_(values)
+            for name, values in self._round.items():
+                values.copy_(state["round"][name])
             self._clock.fill_(min(turn, self.ppo.steps))
             self._update.fill_(max(turn - self.ppo.steps, 0))
 

@@ -26,6 +26,8 @@ JUDGED = 10_000
 #: Images of each class in a grid of samples.
 SAMPLES = 10
 CLASSES = 10
+#: What the curve has besides distances.
+LOSSES = ("generator_loss", "discriminator_loss")
 
 
 class Adversarial(Training):
@@ -59,7 +61,7 @@ class Adversarial(Training):
         super().__init__(task, settings, data.device, math.ceil(data.examples / task.batch))
         self.data = replace(data, mean=(0.5,) * len(data.mean), std=(0.5,) * len(data.std))  # pixels in (-1, 1)
         self.judges = judges(self.device)
-        self.curve = {name: [] for name in ("generator_loss", "discriminator_loss", *self._distances())}
+        self.curve = {name: [] for name in (*LOSSES, *self._distances())}
         self._real: dict[str, Gaussian] = {}
         self._begin(state)
 
@@ -77,7 +79,7 @@ class Adversarial(Training):
     def so_far(self) -> dict[str, float]:
         with self._on_stream():
             losses = (self.totals / max(1, min(self.step * self.task.batch, self.data.examples))).tolist()
-        return dict(zip(("generator_loss", "discriminator_loss"), losses, strict=True))
+        return dict(zip(LOSSES, losses, strict=True))
 
     def verdict(self) -> dict[str, Any]:
         return {"measured": {judge.short: judge.name for judge in self.judges}}
@@ -93,7 +95,7 @@ class Adversarial(Training):
             }
 
     def go_on_from(self, state: dict[str, Any]) -> None:
-        if missing := set(state["curve"]) ^ set(self.curve):
+        if missing := (set(state["curve"]) - set(LOSSES)) ^ set(self._distances()):
             raise SettingError(
                 f"this run was begun with other judges: {', '.join(sorted(missing))} is measured only before or only "
                 "now; let $NERO_INCEPTION be as it was, or delete the checkpoint to begin again"

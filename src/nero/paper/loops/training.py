@@ -102,6 +102,8 @@ class Training(ABC):
 
     def go_on_from(self, state: dict[str, Any]) -> None:
         """Stand where :meth:`state` was called."""
+        if differing := set(state["curve"]) ^ set(self.curve):
+            raise ValueError(f"its curve and the run's differ in {', '.join(sorted(differing))}")
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
         self._spent, self.beside, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
 

@@ -15,7 +15,7 @@ from nero.paper.data import Dataset, Pictures
 from nero.paper.judges import LOOK, Judge, judges
 from nero.paper.judges.frechet import Gaussian
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, on_cpu, products_in
+from nero.paper.loops.training import Training, load, on_cpu, products_in
 from nero.paper.models.biggan import Pair
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -103,9 +103,7 @@ class Adversarial(Training):
         super().go_on_from(state)
         self.pair.load_state_dict(state["pair"])
         for name, optimiser in self.optimisers.items():
-            optimiser.load_state_dict(state["optimisers"][name])
-            for group in optimiser.param_groups:
-                group["lr"] = self.lr  # loading made a copy of it
+            load(optimiser, state["optimisers"][name], self.lr)
         if self.step:
             self._begin_epoch()
             self.random.set_state(state["random"])

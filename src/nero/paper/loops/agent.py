@@ -13,7 +13,7 @@ from nero.paper.data.arcade import Game
 from nero.paper.loops.captured import Captured
 from nero.paper.loops.film import gif
 from nero.paper.loops.ppo import PPO, Batch, advantages, normalised, objective
-from nero.paper.loops.training import Training, on_cpu, products_in
+from nero.paper.loops.training import Training, load, on_cpu, products_in
 from nero.paper.protocol import Settings, Task
 
 #: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
@@ -121,9 +121,7 @@ class Agent(Training):
         self.arcade.go_on_from(state["arcade"])
         self._take(self.arcade.frames, self._outcome)
         self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.lr  # loading made a copy of it
+        load(self.optimiser, state["optimiser"], self.lr)
         self.totals.copy_(state["totals"])
         turn = self.step % self._turns
         if turn:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nero.paper import baselines, peers
 from nero.paper.data import Dataset
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, on_cpu, products_in
+from nero.paper.loops.training import Training, load, on_cpu, products_in
 from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -121,9 +121,7 @@ class Supervised(Training):
             )
         super().go_on_from(state)
         self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.lr  # loading made a copy of it
+        load(self.optimiser, state["optimiser"], self.lr)
         if self.step:
             self._begin_epoch()
             self.generator.set_state(state["generator"])

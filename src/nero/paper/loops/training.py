@@ -147,6 +147,27 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
+def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) -> None:
+    """Have a primed optimiser stand where its state was taken, with this learning rate: loading makes a copy of it.
+
+    Raises:
+        KeyError: if the state lacks something that the optimiser has; torch does not look, and misses it in a step.
+    """
+    wanted = _kept(optimiser)
+    optimiser.load_state_dict(state)
+    if lacking := wanted - _kept(optimiser):
+        raise KeyError(min(lacking))
+    for group in optimiser.param_groups:
+        group["lr"] = lr
+
+
+def _kept(optimiser: torch.optim.Optimizer) -> set[str]:
+    """The names of all that an optimiser keeps."""
+    kept = optimiser.state_dict()
+    options = {f"{name} of group {number}" for number, group in enumerate(kept["param_groups"]) for name in group}
+    return options | {f"{name} of parameter {number}" for number, each in kept["state"].items() for name in each}
+
+
 @contextmanager
 def products_in(name: Precision) -> Iterator[None]:
     """Products of float32 matrices in float32, or on a GPU's tensor cores in TF32; the fastest kernels of either."""

@@ -905,6 +905,7 @@ def begun(loop, store):
         ("agent", ["arcade"], None, "lacks 'arcade'"),
         ("agent", ["arcade", "episodes"], None, "lacks 'episodes'"),
         ("agent", ["arcade", "actions"], [], "does not fit"),
+        ("agent", ["arcade", "returns", 0], None, "does not fit .*1 returns for 2 games"),
         ("agent", ["round", "values"], torch.ones(5), "does not fit"),
         ("agent", ["round", "frames"], None, "lacks 'frames'"),
         ("agent", ["round", "returns"], None, "lacks 'returns'"),

@@ -162,7 +162,14 @@ class Arcade:
         }
 
     def go_on_from(self, state: dict[str, Any]) -> None:
-        """Stand where :meth:`state` was called, with games that have just begun."""
+        """Stand where :meth:`state` was called, with games that have just begun.
+
+        Raises:
+            ValueError: if that was with another number of games.
+        """
+        for name in ("episodes", "actions", "returns", "lengths"):
+            if (found := len(state[name])) != self._games:
+                raise ValueError(f"{found} {name} for {self._games} games")
         self._episodes = list(state["episodes"])
         logs = [log.tolist() for log in state["actions"]]
         last = [log.pop() for log in logs] if state["sent"] else []

@@ -94,12 +94,13 @@ class Store:
             state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=not whole))
         except Exception as error:
             raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {AGAIN}") from error
-        for key in ("run", "commits"):
-            if key not in state:
+        for key, kind in (("run", dict), ("commits", list)):
+            if not isinstance(state.get(key), kind):
                 raise unfit(path, f"lacks {key!r}")
-        found = state["run"]
-        if found != (wanted := _identity(task, settings, device)):
-            differing = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+        found, wanted = state["run"], _identity(task, settings, device)
+        if lacking := wanted.keys() - found.keys():
+            raise unfit(path, f"lacks {min(lacking)!r} of its run")
+        if differing := [key for key in found if key not in wanted or found[key] != wanted[key]]:
             raise StoreError(
                 f"{path} is of another run: {differing[0]} was {found.get(differing[0])!r}, "
                 f"and is {wanted.get(differing[0])!r} now; {AGAIN}"

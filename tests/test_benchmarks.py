@@ -406,20 +406,21 @@ def test_the_page_on_auto_has_the_best_angles_by_time():
             assert told == (f"{best:.2g}" if 100 * curve[epoch] > auto.CHANCE else "-")
 
 
-def test_the_page_on_auto_has_the_falling_rates():
+@pytest.mark.parametrize(("table", "depths"), [("falling", (5, 10)), ("normed", (10,))])
+def test_the_page_on_auto_has_the_perceptrons_that_differ(table: str, depths: tuple[int, ...]):
     records = {
         (each["task"], each["optimiser"], each["lr"]): each["curve"]
         for each in read_records(ROOT / "benchmarks/results/auto")
         if each["seed"] == 0
     }
-    runs = [(layers, "nero", rate) for layers in (5, 10) for rate in auto.RATES]
-    runs += [(layers, "auto", auto.TRUST) for layers in (5, 10)]
+    runs = [(layers, "nero", rate) for layers in depths for rate in auto.RATES]
+    runs += [(layers, "auto", auto.TRUST) for layers in depths]
     told = []
-    for layers, angle, *found in rows_of("falling"):
+    for layers, angle, *found in rows_of(table):
         automatic = "auto" in angle
         told.append((int(layers), *(("auto", auto.TRUST) if automatic else ("nero", float(angle)))))
         assert not automatic or angle.startswith(f"{auto.TRUST / int(layers):.2g} ")
-        curves = [records[f"perceptron-{layers}{how}", *told[-1][1:]] for how in ("", "-falling")]
+        curves = [records[f"perceptron-{layers}{how}", *told[-1][1:]] for how in ("", f"-{table}")]
         ends = [f"{100 * curve[f'{part}_accuracy'][-1]:.2f}" for curve in curves for part in ("train", "test")]
         assert found == ends
     assert sorted(told) == sorted(runs)

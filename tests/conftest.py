@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -29,6 +30,9 @@ hypothesis.settings.load_profile("nero")
 # as many workers as cores: threads beside them would wait for one another, here and in processes that tests start
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# a job in the background starts deaf to interrupts, and so would all that tests interrupt
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -89,8 +89,8 @@ def copied(given: Any) -> Any:
         whole = each._base
         if whole is None or not whole.is_contiguous() or whole.dtype != each.dtype:
             return alone(each)
-        part: Tensor = copy(whole)
-        return part.as_strided(each.shape, each.stride(), each.storage_offset() - whole.storage_offset())
+        own: Tensor = copy(whole)
+        return own.as_strided(each.shape, each.stride(), each.storage_offset() - whole.storage_offset())
 
     with torch.enable_grad():
         return tree_map(copy, given)

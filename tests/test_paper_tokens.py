@@ -174,7 +174,11 @@ def test_a_raw_file_that_is_not_what_it_should_be(tmp_path: Path, content: bytes
     refused(tmp_path, says.replace("train.de", r"train\.de\.gz, unpacked,") if packed else says)
 
 
-@pytest.mark.parametrize("content", [b"no gzip", PACKED[:-9], PACKED[:40], PACKED[:-4] + b"????"])
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", PACKED[:-9], PACKED[:40], PACKED[:-4] + b"????"],
+    ids=["no gzip", "without its end", "its start", "of another length"],  # gzip puts the time into what would be names
+)
 def test_a_raw_file_that_does_not_unpack(tmp_path: Path, content: bytes):
     put(tmp_path / RAW_PLACE, packed=True)
     (tmp_path / RAW_PLACE / f"{RAW[0]}.gz").write_bytes(content)

@@ -30,6 +30,6 @@ task = Task(
     metric="test_distance",
     augment=flip,
     loop=Adversarial,
-    seconds=(None, None),
+    seconds=(1302, None),
     side_by_side=2,
 )

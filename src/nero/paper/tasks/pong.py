@@ -41,7 +41,7 @@ task = Task(
     batch=256,
     schedule=fall,
     metric="reward",
-    seconds=(None, None),
+    seconds=(915, None),
     side_by_side=2,
     loop=partial(Agent, ppo=PPO(rounds=80)),
 )

@@ -373,6 +373,8 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
         def end(record: dict[str, Any], measure: str = measure) -> str:
             if measure == "validation perplexity":
                 return f"{math.exp(record['curve']['valid_loss'][-1]):.2f}"
+            if measure == "mean return":
+                return f"{record['curve']['reward'][-1]:.2f}"
             return f"{100 * record['curve'][measures[measure]][-1]:.2f}"
 
         whole = suite.TASKS[task].epochs

@@ -100,12 +100,12 @@ def test_the_task_is_as_the_authors_ran_it():
     assert PAPERS.grid == (0.0001, 0.001, 0.01, 0.1, 1.0)
     assert [PAPERS.schedule(10 * epoch, 10) for epoch in (0, 99, 100, 119)] == pytest.approx([1, 1, 0.1, 0.1])
     assert {name: each.best for name, each in PAPERS.contenders.items()} == {
-        "nero": 0.01, "sgd": 0.01, "adam": 0.0001, "lamb": 0.01,
+        "nero": 0.01, "sgd": 0.01, "adam": 0.0001, "lamb": 0.01, "adam-momentum": 0.0001,
     }  # fmt: skip
-    training = begin("adam")
+    training = begin("adam-momentum")
     betas = {name: each.param_groups[0]["betas"] for name, each in training.optimisers.items()}
     assert betas == {"generator": (0.0, 0.999), "discriminator": (0.9, 0.999)}
-    for contender in ("nero", "sgd", "lamb"):
+    for contender in ("nero", "sgd", "adam", "lamb"):
         assert not PAPERS.contenders[contender].options
 
 
@@ -332,7 +332,7 @@ def test_a_step_is_one_of_the_discriminator_and_one_of_the_generator_by_the_hing
 
 
 @pytest.mark.parametrize(
-    ("contender", "kills"), [("nero", range(6)), ("adam", (2, 3)), ("lamb", (0, 5)), ("sgd", (1,))]
+    ("contender", "kills"), [("nero", range(6)), ("adam-momentum", (2, 3)), ("lamb", (0, 5)), ("sgd", (1,))]
 )
 def test_killed_at_any_step_and_resumed_equals_undisturbed(contender, kills):
     whole = begin(contender)

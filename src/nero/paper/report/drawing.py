@@ -47,6 +47,7 @@ LOOKS = {
     "nero-tuned": Look("#003F63", "D"),
     "nero-free-gains": Look("#56B4E9", "v"),
     "lamb-momentum": Look("#7A3E5E", "d"),
+    "adam-momentum": Look("#004D38", "v"),
     "nero-scaled": Look("#56B4E9", "v"),
 }
 

@@ -31,7 +31,7 @@ NAMES = {
     "nero-norm": "Nero, norm only",
     "nero-both": "Nero, both constraints",
     "lamb-momentum": "LAMB, momentum 0.9",
-    "adam-momentum": "Adam, the discriminator's β₁ 0.9",
+    "adam-momentum": "Adam, momentum 0.9",
     "nero-scaled": "Nero, words scaled",
     "sgd-decay": "SGD with weight decay",
     "nero-tuned": "Nero tuned",

@@ -821,7 +821,7 @@ def test_bad_input(tmp_path: Path):
     with pytest.raises(TypeError, match=r"watch needs a nero\.Nero, not Adam"):
         nero.watch(torch.optim.Adam(network().parameters()))
     for neurons in (0, -1, 1.5, True, "all"):
-        with pytest.raises(ValueError, match="neurons must be a whole number from 1, or None for all"):
+        with pytest.raises(ValueError, match="neurons must be a whole number of 1 or more, or None for all"):
             nero.watch(optimiser, neurons=neurons)
     assert nero.watch(optimiser, neurons=np.int64(4)).read()["0.weight"].followed == 4
 

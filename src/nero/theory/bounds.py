@@ -11,7 +11,7 @@ from nero.balance import is_balanced
 from nero.roles import KINDS
 from nero.theory.caps import cap_measure, check_angle
 from nero.theory.layers import layers_of
-from nero.theory.whole import whole
+from nero.whole import whole
 
 
 @dataclass(frozen=True)

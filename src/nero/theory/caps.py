@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from nero.theory.whole import whole
+from nero.whole import whole
 
 #: From here on the error of Stirling's series, as far as it is taken, is less than float64's rounding.
 _STIRLING = 20.0

@@ -13,7 +13,7 @@ from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
 from nero.theory.layers import Layer, check_mode, layers_of
-from nero.theory.whole import whole
+from nero.whole import whole
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9

@@ -12,7 +12,7 @@ from nero.keeping import keeping
 from nero.roles import KINDS, Kind
 from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
-from nero.theory.whole import whole
+from nero.whole import whole
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
 Loss: TypeAlias = Callable[[nn.Module], Tensor]

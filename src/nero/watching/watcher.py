@@ -1,7 +1,6 @@
 """A watch over an optimiser: it does nothing while the network trains, and measures when it is read."""
 
 import importlib.util
-import operator
 from collections.abc import Iterator, Mapping
 from numbers import Real
 from os import PathLike, fspath
@@ -15,6 +14,7 @@ from nero.optimiser import Nero
 from nero.state import Part
 from nero.watching.measure import Followed, Kept, bundles, follow, measure
 from nero.watching.reading import Layer, Lines, Reading, Spread, Writer
+from nero.whole import whole
 
 
 class Watch:
@@ -48,9 +48,7 @@ class Watch:
         Raises:
             ValueError: a step that is no whole number.
         """
-        number = _whole(step)
-        if number is None and step is not None:
-            raise ValueError(f"step must be a whole number, or None for the optimiser's own, but it is {step!r}")
+        number = None if step is None else whole("step", step, what=", or None for the optimiser's own")
         reading = Reading(self._look(), number)
         self.readings.append(reading)
         return reading
@@ -200,22 +198,7 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
     """
     if not isinstance(optimiser, Nero):
         raise TypeError(f"watch needs a nero.Nero, not {type(optimiser).__name__}")
-    return Watch(optimiser, None if neurons is None else _count(neurons))
-
-
-def _whole(number: Any) -> int | None:
-    """A whole number as Python's own; nothing of anything else."""
-    try:
-        return None if isinstance(number, bool) else operator.index(number)
-    except TypeError:
-        return None
-
-
-def _count(neurons: Any) -> int:
-    count = _whole(neurons)
-    if count is None or count < 1:
-        raise ValueError(f"neurons must be a whole number from 1, or None for all, but it is {neurons!r}")
-    return count
+    return Watch(optimiser, None if neurons is None else whole("neurons", neurons, 1, ", or None for all"))
 
 
 def _stacked(bundle: list[Followed], key: str) -> Tensor:

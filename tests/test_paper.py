@@ -1229,22 +1229,42 @@ def test_the_command_is_installed():
     assert script.load() is nero_command.main
 
 
-@pytest.mark.parametrize("when", ["torch", "typer"])
-def test_an_interrupt_during_the_imports_is_told_in_a_line(when):
+@pytest.mark.parametrize("when", ["torch", "typer", "arguments"])
+def test_an_interrupt_before_the_command_begins_is_told_in_a_line(when):
     entry = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["scripts"]["nero"]
     module, _, function = entry.partition(":")
     code = f"""if True:
-        import signal, sys
+        import contextlib, signal, sys
+        def interrupt(*_):
+            with contextlib.suppress(BaseException):  # as torch does while it imports numpy
+                signal.raise_signal(signal.SIGINT)
         class Interrupt:
             def find_spec(name, path=None, target=None):
                 if name == {when!r}:
-                    signal.raise_signal(signal.SIGINT)
+                    interrupt()
         sys.meta_path.insert(0, Interrupt)
+        if {when!r} == "arguments":
+            from typer.core import TyperGroup
+            TyperGroup.parse_args = interrupt
         from {module} import {function}
         sys.exit({function}())
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, "list"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "nero: stopped\n")
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["heard", "ignored"])
+def test_an_interrupt_is_raised_once_the_command_has_begun(before, command, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "duration", lambda _: seen.append(signal.getsignal(signal.SIGINT)) or "")
+    handler = signal.signal(signal.SIGINT, before)
+    try:
+        command("list")
+        assert set(seen) == {before}
+        command("--no-such-option")  # which is told before anything has begun
+        assert signal.getsignal(signal.SIGINT) == before
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def display(terminal, out):

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 
 import torch
 
+import nero_command
 from nero.paper import peers
 from nero.paper.data import DataError, Dataset, Photos, load
 from nero.paper.protocol import Precision, SettingError, Settings, Task
@@ -34,6 +35,7 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Do it. An interrupt is met here, since typer would end without a word."""
         try:
+            nero_command.raise_interrupts()
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("nero: stopped", file=sys.stderr)

@@ -152,20 +152,30 @@ def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) ->
 
     Raises:
         KeyError: if the state lacks something that the optimiser has; torch does not look, and misses it in a step.
+        ValueError: if it has a tensor of another shape, or none where there is to be one; nor does torch look there.
     """
     wanted = _kept(optimiser)
     optimiser.load_state_dict(state)
-    if lacking := wanted - _kept(optimiser):
+    found = _kept(optimiser)
+    if lacking := wanted.keys() - found.keys():
         raise KeyError(min(lacking))
+    for name, kind in wanted.items():
+        if found[name] != kind:
+            raise ValueError(f"{name} is {found[name]} where {kind} is needed")
     for group in optimiser.param_groups:
         group["lr"] = lr
 
 
-def _kept(optimiser: torch.optim.Optimizer) -> set[str]:
-    """The names of all that an optimiser keeps."""
+def _kept(optimiser: torch.optim.Optimizer) -> dict[str, str]:
+    """The names of all that an optimiser keeps, and what kind of thing each is."""
     kept = optimiser.state_dict()
-    options = {f"{name} of group {number}" for number, group in enumerate(kept["param_groups"]) for name in group}
-    return options | {f"{name} of parameter {number}" for number, each in kept["state"].items() for name in each}
+    parts = {f"group {number}": group for number, group in enumerate(kept["param_groups"])}
+    parts |= {f"parameter {number}": each for number, each in kept["state"].items()}
+    return {f"{name} of {part}": _kind(value) for part, values in parts.items() for name, value in values.items()}
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor shaped {tuple(value.shape)}" if isinstance(value, Tensor) else "a plain value"
 
 
 @contextmanager

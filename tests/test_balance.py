@@ -207,6 +207,27 @@ def test_complex_neurons_are_refused():
         nero.balance_(nn.Linear(3, 2, dtype=torch.complex64))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        nero.balance_,
+        nero.is_balanced,
+        lambda model: nero.balance_after_step(torch.optim.SGD(model.parameters()), model),
+    ],
+)
+def test_balance_wants_values(call):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(4, 3, device="meta"))
+    before = model[0].weight.clone()
+    with pytest.raises(ValueError, match=r"'1\.weight' is on the meta device: give it memory \(module\.to_empty\)"):
+        call(model)
+    assert torch.equal(model[0].weight, before)
+    model[1].requires_grad_(False)  # what is not trained may be without
+    call(model)
+    model[1].to_empty(device="cpu")
+    model[1].requires_grad_().reset_parameters()
+    call(model)
+
+
 @pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
 def test_balance_wants_a_module(call):
     with pytest.raises(TypeError, match=r"torch\.nn\.Module, not list"):

@@ -92,7 +92,12 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
     """Project every trainable neuron of the model to zero mean and unit norm, in place.
 
     Gains, biases and frozen parameters stay as they are; so do neurons at the origin and constant
-    ones, for which there is no projection.
+    ones, for which there is no projection. A model that is built on the meta device is balanced when
+    it has its values: after ``to_empty`` and its initialisation, or after loading.
+
+    Raises:
+        TypeError: something that is not a module, a complex parameter.
+        ValueError: a model on the meta device.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -101,7 +106,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
         >>> is_balanced(balance_(model))
         True
     """
-    for _, parameter, role in _neurons(model):
+    for _, parameter, role in list(_neurons(model)):  # all are looked at before any is changed
         balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=fix_norm)
     return model
 
@@ -138,8 +143,7 @@ def is_balanced(
     paddings = {table.weight: table.padding_idx for table in tables}
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
-    for name, parameter, role in neurons:
-        check_memory(repr(name), parameter)
+    for _, parameter, role in neurons:
         wide = _wide(role.view(parameter))
         rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
         allowed = rounding if tolerance is None else tolerance
@@ -173,6 +177,10 @@ def balance_after_step(
 
     Returns:
         a handle whose ``remove()`` ends it.
+
+    Raises:
+        TypeError: no optimiser, something that is not a module, a complex parameter.
+        ValueError: a constraint that is none, or a model on the meta device, whose parameters will be replaced.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -261,6 +269,8 @@ def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.P
         if parameters[name].is_complex():
             raise TypeError(f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
         if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
+            if parameters[name].requires_grad:
+                check_memory(repr(name), parameters[name])
             yield name, parameters[name], role
 
 

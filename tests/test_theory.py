@@ -714,6 +714,34 @@ def test_buffers_are_put_back_whatever_a_run_does_to_them(measure):
     assert (model.written, model.replaced, model.filled) == (0, 0, None)
 
 
+class Wide(nn.Linear):
+    """Gives float32, whatever it is run in."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).float()
+
+
+def test_autocast_sees_the_weights_that_are_tried():
+    torch.manual_seed(0)
+    model = nero.balance_(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Wide(16, 3)))
+    inputs = torch.randn(20, 8)
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(inputs)[:, 0].square().mean()
+
+    step = {"0.weight": 0.3 * model[0].weight.detach()}
+    apart = theory.relative_change(model, loss, step).layers
+    with torch.autocast("cpu", torch.bfloat16):
+        labels = model(inputs).argmax(1)  # from here on the weights are cast, and kept so
+        together = theory.relative_change(model, loss, step).layers
+        found = theory.robustness(model, (inputs, labels), rotations=4, examples=4)
+        again = model(inputs).argmax(1)
+    assert [row.change for row in together] == pytest.approx([row.change for row in apart], rel=0.1, abs=0.02)
+    assert found.upper is not None
+    assert found.upper < 0.5
+    assert torch.equal(again, labels)
+
+
 def test_both_gradients_see_the_same_dropout():
     model = nn.Sequential(nn.Linear(50, 50), nn.Dropout(), nn.Linear(50, 1))
     step = {"0.weight": 1e-6 * torch.randn(50, 50)}
@@ -1461,6 +1489,8 @@ def test_robustness_wants_neurons_it_can_turn():
         theory.robustness(nn.Linear(4, 3), (inputs, labels))
     with pytest.raises(TypeError, match=r"bfloat16, too coarse for angles: model\.float\(\)"):
         theory.robustness(nn.Linear(4, 3).bfloat16(), (inputs, labels))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=r"bfloat16, too coarse .* autocast"):
+        theory.robustness(nero.balance_(nn.Linear(4, 3)), (inputs, labels))
 
 
 # -- the page ----------------------------------------------------------------------------------

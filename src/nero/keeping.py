@@ -58,8 +58,17 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
         changed = [(buffer, value) for buffer, value in buffers if not torch.equal(buffer, value)]
         for tensor, value in (*changed, *weights):
             tensor.data.copy_(value)  # of which a backward that is due takes no notice
+        if weights:
+            torch.clear_autocast_cache()
         for module, mode in modes:
             module.training = mode
+
+
+@torch.no_grad()
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter other values to try. What autocast has cast of it, and would take again, is forgotten."""
+    parameter.copy_(value)
+    torch.clear_autocast_cache()
 
 
 def copied(given: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nero.keeping import put
 from nero.theory.layers import Layer
 from nero.theory.rotations import Caps
 
@@ -77,10 +78,9 @@ class Classifier:
         outputs = self.model(self.inputs[part].clone())  # lest a model that works in place change the data
         return margin_between(outputs, outputs, self.labels[part])
 
-    @torch.no_grad()
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         for name, caps in self.caps.items():
-            caps.layer.parameter.copy_(weights[name])
+            put(caps.layer.parameter, weights[name])
 
 
 def margin_between(low: Tensor, high: Tensor, labels: Tensor) -> Tensor:
@@ -135,6 +135,8 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
         ) from error
     if not isinstance(outputs, Tensor) or outputs.dim() not in (1, 2) or len(outputs) != 1:
         raise TypeError("the model must give one row of outputs an example, one for each class")
+    if outputs.dtype.itemsize < 4:
+        raise TypeError(f"the model's outputs are {outputs.dtype}, too coarse for angles: measure it without autocast")
     _check_labels(labels, outputs.numel())
     came = {layer.name: layer.parameter.detach().clone() for layer in layers}
     made = Classifier(model, inputs, labels, caps, {name: each.weights for name, each in caps.items()})

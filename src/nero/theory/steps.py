@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nero.keeping import keeping
+from nero.keeping import keeping, put
 from nero.roles import KINDS, Kind
 from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
@@ -141,9 +141,9 @@ def relative_change(
     changes = [0.0] * len(layers)
     for point in range(1, points + 1):
         with keeping(model, perturbation):
-            with torch.no_grad():
-                for name, change in perturbation.items():
-                    parameters[name].add_(change.to(parameters[name]), alpha=point / points)
+            for name, change in perturbation.items():
+                start = parameters[name].detach()
+                put(parameters[name], torch.add(start, change.detach().to(start), alpha=point / points))
             after = _gradients(model, loss, layers, "is the step too long?")
         changes = [max(most, length(b - a)) for most, a, b in zip(changes, before, after, strict=True)]
     return RelativeChange(

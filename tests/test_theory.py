@@ -714,6 +714,25 @@ def test_buffers_are_put_back_whatever_a_run_does_to_them(measure):
     assert (model.written, model.replaced, model.filled) == (0, 0, None)
 
 
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda model, x, _: theory.relative_change(model, lambda model: model(x).square().sum(), weights_of(model)),
+        lambda model, x, y: theory.robustness(model, (x, y), rotations=2, examples=1),
+        lambda model, x, _: theory.preactivations(model, x),
+    ],
+)
+def test_a_backward_that_is_due_takes_no_notice(measure):
+    model = nero.balance_(perceptron(4, 5, 3))
+    inputs = torch.randn(6, 4, dtype=torch.float64)
+    outputs = model(inputs)
+    measure(model, inputs, outputs.argmax(1))
+    outputs.square().sum().backward()
+    found = [each.grad for each in model.parameters()]
+    wanted = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 class Wide(nn.Linear):
     """Gives float32, whatever it is run in."""
 

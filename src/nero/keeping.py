@@ -64,10 +64,12 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
             module.training = mode
 
 
-@torch.no_grad()
 def put(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter other values to try. What autocast has cast of it, and would take again, is forgotten."""
-    parameter.copy_(value)
+    """Give a parameter other values to try. What autocast has cast of it, and would take again, is forgotten.
+
+    A backward that is due takes no notice: until then the parameter is put back.
+    """
+    parameter.data.copy_(value)
     torch.clear_autocast_cache()
 
 

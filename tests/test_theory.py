@@ -1494,6 +1494,19 @@ def test_options_of_robustness(options, message):
         theory.robustness(model, (inputs, labels), **options)
 
 
+def test_no_tolerance_is_too_fine():
+    model, inputs, labels = robust_case()
+    runs = itertools.count()
+
+    def count(*_):
+        assert next(runs) < 3000, "it does not come to an end"
+
+    model.register_forward_hook(count)
+    fine = theory.robustness(model, (inputs, labels), rotations=1, examples=1, tolerance=1e-300)
+    coarse = theory.robustness(model, (inputs, labels), rotations=1, examples=1)
+    assert fine.upper == pytest.approx(coarse.upper, rel=0.01)
+
+
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1, np.int64(7)])
 def test_seeds_are_torchs(seed):
     model, inputs, labels = robust_case()

@@ -1,6 +1,7 @@
 """How far the neurons of a solution can turn (Section 6.1, Definition 6)."""
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -265,6 +266,7 @@ def _largest(good: Callable[[float], Any], limit: float, tolerance: float) -> fl
 
 
 def _bisect(good: Callable[[float], Any], low: float, high: float, tolerance: float) -> float:
+    tolerance = max(tolerance, 2 * sys.float_info.epsilon)  # between neighbours there is no middle
     while high - low > tolerance * high and high > _LEAST:
         middle = (low + high) / 2
         low, high = (middle, high) if good(middle) else (low, middle)

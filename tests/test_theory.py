@@ -1463,6 +1463,20 @@ def test_data_must_be_solved(data, error, message):
         theory.robustness(model, data(inputs, labels))
 
 
+def test_an_example_may_be_one_number():
+    torch.manual_seed(0)
+    model = nero.balance_(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)))
+    tokens = torch.arange(5)
+    labels = model(tokens).argmax(1)
+    assert theory.robustness(model, (tokens, labels), rotations=2, examples=1).upper is not None
+    with pytest.raises(ValueError, match=r"makes 5 errors on 5 examples, .*Definition 6.$"):
+        theory.robustness(model, (tokens, 1 - labels))
+    with pytest.raises(ValueError, match="equal inputs with different labels"):
+        theory.robustness(model, (tokens[[0, 0]], torch.tensor([0, 1])))
+    with pytest.raises(ValueError, match=r"torch\.int64, shaped \(1,\): index out of range"):
+        theory.robustness(model, (tokens + 5, labels))
+
+
 def test_more_classes_than_neurons():
     for labels in ([0, 1, 2], [0, 1, -1]):
         with pytest.raises(ValueError, match=r"labels run from .* one output, whose sign .* an output for each class"):

@@ -129,7 +129,7 @@ def classifier(model: nn.Module, layers: Iterable[Layer], data: Any, fix_mean: b
     try:
         with torch.no_grad():
             outputs = model(inputs[:1].clone())
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:  # the latter of a table without such a row
         raise ValueError(
             f"the model does not run on an example of {inputs.dtype}, shaped {(1, *inputs.shape[1:])}: {error}"
         ) from error
@@ -168,7 +168,7 @@ def _check_fit(solution: Classifier, came: Mapping[str, Tensor]) -> None:
                 "(nero.balance_), give inputs of smaller means, or fix_mean=False to turn neurons in all directions"
             )
         return
-    _, same = torch.unique(solution.inputs.flatten(1), dim=0, return_inverse=True)
+    _, same = torch.unique(solution.inputs.reshape(len(solution.labels), -1), dim=0, return_inverse=True)
     pairs = torch.unique(torch.stack([same, solution.labels], 1), dim=0)
     clash = len(pairs) > len(torch.unique(same))
     raise ValueError(

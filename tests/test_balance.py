@@ -485,6 +485,13 @@ def test_a_full_gpu_says_nothing_of_triton(monkeypatch: pytest.MonkeyPatch):
         rows.works(torch.device("cuda:0"))
 
 
+def test_asking_changes_no_buffers():
+    model = torch.nn.utils.parametrizations.spectral_norm(nn.Embedding(10, 8))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    nero.is_balanced(model)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_padding_is_no_neuron(kind):
     table = kind(10, 8, padding_idx=3)

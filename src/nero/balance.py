@@ -140,7 +140,8 @@ def is_balanced(
     """
     neurons = list(_neurons(model))
     tables = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
-    paddings = {table.weight: table.padding_idx for table in tables}
+    # of its own: asking a parametrised one for its weight may change buffers
+    paddings = {table._parameters.get("weight"): table.padding_idx for table in tables}
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
     for _, parameter, role in neurons:

@@ -226,6 +226,12 @@ def test_the_bound_of_a_model_is_that_of_its_layers():
     assert theory.generalisation_bound(model, 0.5, 1000).layers == ((3, 8),)
 
 
+def test_padding_is_no_neuron_of_the_bound():
+    table = nero.balance_(nn.Embedding(10, 8, padding_idx=3))
+    assert theory.generalisation_bound(table, 0.5, 1000).layers == ((9, 8),)
+    assert theory.generalisation_bound(nero.balance_(nn.Embedding(10, 8)), 0.5, 1000).layers == ((10, 8),)
+
+
 def test_neurons_of_two_entries_live_on_a_circle():
     found = theory.generalisation_bound([(1, 2)], 1.0, 10)
     assert found.exact.log_measure == pytest.approx(math.log(1 / math.pi))

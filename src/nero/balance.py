@@ -139,11 +139,9 @@ def is_balanced(
         ValueError: a model without neurons to train, or on the meta device.
     """
     neurons = list(_neurons(model))
-    tables = (each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag))
-    # of its own: asking a parametrised one for its weight may change buffers
-    paddings = {table._parameters.get("weight"): table.padding_idx for table in tables}
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
+    paddings = paddings_of(model)
     for _, parameter, role in neurons:
         wide = _wide(role.view(parameter))
         rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
@@ -152,8 +150,8 @@ def is_balanced(
         # at the origin or constant, all that are balanced are as near
         alike = torch.hypot(norm(wide, role.axes), wide.new_tensor(float(fix_norm)))
         distance = torch.where(possible, norm(nearest - wide, role.axes), alike)
-        if (padding := paddings.get(parameter)) is not None and not wide[padding].any():
-            distance[padding] = 0
+        if parameter in paddings:
+            distance[paddings[parameter]] = 0
         if not bool((distance <= allowed).all()):
             return False
     return True
@@ -273,6 +271,21 @@ def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.P
             if parameters[name].requires_grad:
                 check_memory(repr(name), parameters[name])
             yield name, parameters[name], role
+
+
+def paddings_of(model: nn.Module) -> dict[Tensor, int]:
+    """Which row of an embedding's table is a padding of zeros, and so no neuron."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
+    # of its own: asking a parametrised one for its weight may change buffers
+    found = ((table._parameters.get("weight"), table.padding_idx) for table in tables)
+    return {
+        weight: padding
+        for weight, padding in found
+        if weight is not None
+        and padding is not None
+        and not weight.is_meta
+        and not bool(weight.detach()[padding].any())
+    }
 
 
 def check_memory(name: str, parameter: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nero.balance import is_balanced
+from nero.balance import is_balanced, paddings_of
 from nero.roles import KINDS
 from nero.theory.caps import cap_measure, check_angle
 from nero.theory.layers import layers_of
@@ -161,12 +161,14 @@ def generalisation_bound(
     """
     check_angle("alpha", alpha)
     if isinstance(network, nn.Module):
-        layers = [(layer.neurons, layer.fan_in) for layer in layers_of(network)]
+        trained = layers_of(network)
         if not is_balanced(network):
             raise ValueError(
                 "the network is not balanced, and the bound is of balanced ones: give neurons that are zero or "
                 "constant other weights, and call nero.balance_(model)"
             )
+        paddings = paddings_of(network)
+        layers = [(layer.neurons - (layer.parameter in paddings), layer.fan_in) for layer in trained]
         given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"]
     else:
         layers, given = _layers(network), []

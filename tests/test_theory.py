@@ -261,6 +261,9 @@ def test_solutions_have_room():
     assert theory.generalisation_bound(
         [(1, 5)], math.pi / 2, 100, log_solutions=half
     ).exact.log_measure == pytest.approx(0, abs=1e-12)
+    for count in range(2, 50):  # arcs that cover a circle
+        whole = theory.generalisation_bound([(1, 3)], math.pi / count, 100, log_solutions=math.log(count))
+        assert whole.exact.log_measure == pytest.approx(0, abs=1e-12)
     with pytest.raises(ValueError, match=r"do not fit side by side.*at most"):
         theory.generalisation_bound([(1, 5)], math.pi / 2, 100, log_solutions=1.0)
     for solutions in (math.nan, math.inf, "x", None, True):

@@ -178,13 +178,13 @@ def generalisation_bound(
     caps = [(count, cap_measure(max(fan_in - 2, 1), alpha)) for count, fan_in in layers]
     exact = log_solutions + math.fsum(count * cap.log_measure for count, cap in caps)
     ball = log_solutions + math.fsum(count * cap.log_ball for count, cap in caps)
-    if exact > 0:
+    if exact > 1e-12 * (1 + abs(log_solutions)):  # beyond rounding: caps may cover all of the spheres
         raise ValueError(
             f"exp({log_solutions:.4g}) solutions of α = {alpha:.4g} do not fit side by side: "
             f"their caps have room for exp({log_solutions - exact:.4g}) at most"
         )
     return GeneralisationBound(
-        pac_bayes_bound(exact, samples, delta),
+        pac_bayes_bound(min(exact, 0.0), samples, delta),
         pac_bayes_bound(ball, samples, delta),
         tuple(layers),
         alpha,

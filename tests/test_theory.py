@@ -770,6 +770,13 @@ def test_autocast_sees_the_weights_that_are_tried():
     assert torch.equal(again, labels)
 
 
+def test_a_perturbation_may_have_a_history():
+    model = linear_network(3, 2)
+    step = {"0.weight": 0.1 * model[0].weight}  # as somebody makes it who does not think of gradients
+    found = theory.relative_change(model, lambda model: model[0].weight.square().sum(), step)
+    assert (found.layers[0].change, found.layers[0].cosine) == pytest.approx((0.1, -1.0))
+
+
 def test_both_gradients_see_the_same_dropout():
     model = nn.Sequential(nn.Linear(50, 50), nn.Dropout(), nn.Linear(50, 1))
     step = {"0.weight": 1e-6 * torch.randn(50, 50)}

@@ -236,7 +236,7 @@ def _size(layer: Layer, perturbation: Perturbation) -> float:
 def _cosine(change: Tensor | None, gradient: Tensor) -> float:
     if change is None or not length(change) * length(gradient):
         return math.nan
-    inner = float((change.double() * gradient.double()).sum())
+    inner = float((change.detach().double() * gradient.double()).sum())
     return max(-1.0, min(1.0, -inner / (length(change) * length(gradient))))
 
 

@@ -825,6 +825,20 @@ def made_up(self, _):
     return self.head(self.body(torch.randn(3, 2)))
 
 
+@pytest.mark.parametrize(
+    ("product", "depth"),
+    [
+        (lambda v, w, x: x @ v @ w, 2),
+        (lambda v, w, x: x @ (v @ w), 1),  # the same, and may change as much
+        (lambda v, w, x: (x @ v) * (x @ w), 1),
+    ],
+)
+def test_products_count_as_their_deepest_factor(product, depth):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.forward = lambda inputs: product(model[0].weight, model[1].weight, inputs)
+    assert nero.depth_of(model, torch.randn(4, 2)) == depth
+
+
 @pytest.mark.parametrize("something", [filled, kept, again, cast, asking, masked, made_up])
 def test_odd_ways_are_followed(something):
     assert nero.depth_of(Odd(something), X) == 5

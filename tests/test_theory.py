@@ -659,6 +659,22 @@ def test_what_does_not_move_asks_for_nothing_and_what_has_no_gradient_is_not_sta
     assert printed.splitlines()[0].split() == ["layer", "|ΔW|/|W|", "|Δ∇|/|∇|", "cos", "θ", "stable"]
 
 
+def test_a_step_is_not_stable_because_nobody_asks():
+    model = nn.Linear(3, 2)
+    step = {"weight": -0.1 * model.weight.detach(), "bias": -1.5 * model.bias.detach()}  # the bias goes too far
+
+    def loss(model: nn.Module) -> Tensor:
+        return model.weight.square().sum() + model.bias.square().sum()
+
+    found = theory.relative_change(model, loss, step, kinds=("neuron",))
+    assert [layer.name for layer in found.layers] == ["weight"]
+    assert found.layers[0].stable
+    assert not found.stable
+    assert str(found).endswith("not a stable step")
+    assert found.stable == theory.is_stable_step(model, loss, step)
+    assert theory.relative_change(model, loss, {"weight": step["weight"]}, kinds=("bias",)).stable
+
+
 def test_measuring_leaves_all_as_it_was():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(), nn.Linear(5, 3))

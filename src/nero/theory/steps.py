@@ -48,14 +48,16 @@ class RelativeChange:
 
     Attributes:
         layers: one :class:`LayerChange` for each.
+        others: those that move and are of no kind that was asked for. They are not printed, but count for stability.
     """
 
     layers: tuple[LayerChange, ...]
+    others: tuple[LayerChange, ...] = ()
 
     @property
     def stable(self) -> bool:
-        """Whether the step is stable (Definition 3)."""
-        return all(layer.stable for layer in self.layers)
+        """Whether the step is stable (Definition 3): all that moves counts."""
+        return all(layer.stable for layer in (*self.layers, *self.others))
 
     def __str__(self) -> str:
         rows = [
@@ -130,8 +132,10 @@ def relative_change(
         >>> change.layers[0].change, round(change.layers[0].cosine, 6)
         (0.5, 1.0)
     """
-    layers = layers_of(model, kinds)
+    asked = layers_of(model, kinds)
     check_perturbation(model, perturbation)
+    others = [each for each in layers_of(model, KINDS) if each.role.kind not in kinds and each.name in perturbation]
+    layers = [*asked, *others]
     if not callable(loss):
         raise TypeError(f"the loss must be a function of the model, like lambda model: ..., but it is {loss!r}")
     points = whole("points", points, 1)
@@ -146,18 +150,17 @@ def relative_change(
                 put(parameters[name], torch.add(start, change.detach().to(start), alpha=point / points))
             after = _gradients(model, loss, layers, "is the step too long?")
         changes = [max(most, length(b - a)) for most, a, b in zip(changes, before, after, strict=True)]
-    return RelativeChange(
-        tuple(
-            LayerChange(
-                layer.name,
-                layer.role.kind,
-                _size(layer, perturbation),
-                ratio(change, length(gradient)),
-                _cosine(perturbation.get(layer.name), gradient),
-            )
-            for layer, change, gradient in zip(layers, changes, before, strict=True)
+    found = tuple(
+        LayerChange(
+            layer.name,
+            layer.role.kind,
+            _size(layer, perturbation),
+            ratio(change, length(gradient)),
+            _cosine(perturbation.get(layer.name), gradient),
         )
+        for layer, change, gradient in zip(layers, changes, before, strict=True)
     )
+    return RelativeChange(found[: len(asked)], found[len(asked) :])
 
 
 def is_stable_step(model: nn.Module, loss: Loss, perturbation: Perturbation, *, points: int = 1) -> bool:

@@ -217,8 +217,9 @@ def test_the_bound_of_a_model_is_that_of_its_layers():
     assert found.layers == ((5, 9), (3, 8))
     given = theory.generalisation_bound([(5, 9), (3, 8)], 0.5, 1000)
     assert found.exact == given.exact
-    assert found.taken_as_given == ("0.bias", "2.bias", "3.weight", "3.bias")
-    assert "taken as fixed before the data were seen: 0.bias, 2.bias, 3.weight, 3.bias" in str(found)
+    running = ("3.running_mean", "3.running_var")
+    assert found.taken_as_given == ("0.bias", "2.bias", "3.weight", "3.bias", *running)
+    assert "taken as fixed before the data were seen: 0.bias, 2.bias, 3.weight, 3.bias, 3.running_mean" in str(found)
     one = theory.generalisation_bound([(1, 9)], 0.5, 1000).exact.log_measure
     other = theory.generalisation_bound([(1, 8)], 0.5, 1000).exact.log_measure
     assert found.exact.log_measure == pytest.approx(5 * one + 3 * other)

@@ -57,8 +57,8 @@ class GeneralisationBound:
         layers: (neurons, fan-in) of each layer.
         alpha: α, the angle to which solutions are robust.
         log_solutions: ln K.
-        taken_as_given: gains and biases that are trained but have no part in the measure: the bound holds for
-            a network in which they were fixed before the data were seen.
+        taken_as_given: gains and biases that are trained, and running statistics of batch norm, which have no part in
+            the measure: the bound holds for a network in which they were fixed before the data were seen.
     """
 
     exact: PacBayesBound
@@ -169,7 +169,7 @@ def generalisation_bound(
             )
         paddings = paddings_of(network)
         layers = [(layer.neurons - (layer.parameter in paddings), layer.fan_in) for layer in trained]
-        given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"]
+        given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"] + _running(network)
     else:
         layers, given = _layers(network), []
     if isinstance(log_solutions, bool) or not isinstance(log_solutions, int | float) or not log_solutions < math.inf:
@@ -191,6 +191,13 @@ def generalisation_bound(
         log_solutions,
         tuple(given),
     )
+
+
+def _running(network: nn.Module) -> list[str]:
+    """The names of what batch norm has learned of the data without training it."""
+    norms = {home for home, each in network.named_modules() if isinstance(each, nn.modules.batchnorm._NormBase)}
+    names = (name.rpartition(".") for name, _ in network.named_buffers())
+    return [f"{home}{dot}{name}" for home, dot, name in names if home in norms and name.startswith("running_")]
 
 
 def _layers(network: Any) -> list[tuple[int, int]]:

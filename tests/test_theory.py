@@ -719,15 +719,15 @@ class Counting(nn.Module):
         return self.layer(inputs)
 
 
-@pytest.mark.parametrize(
-    "measure",
-    [
-        lambda model, x: theory.relative_change(model, lambda model: model(x).square().sum(), {"layer.weight": x[:1]}),
-        lambda model, x: theory.preactivations(model, x),
-        lambda model, x: theory.robustness(model, (x, (x[:, 0] > 0).long()), fix_mean=False, rotations=2, examples=1),
-        lambda model, x: nero.depth_of(model, x),
-    ],
-)
+MEASURES = [
+    lambda model, x: theory.relative_change(model, lambda model: model(x).square().sum(), {"layer.weight": x[:1]}),
+    lambda model, x: theory.preactivations(model, x),
+    lambda model, x: theory.robustness(model, (x, (x[:, 0] > 0).long()), fix_mean=False, rotations=2, examples=1),
+    lambda model, x: nero.depth_of(model, x),
+]
+
+
+@pytest.mark.parametrize("measure", MEASURES)
 def test_buffers_are_put_back_whatever_a_run_does_to_them(measure):
     model = Counting()
     with torch.no_grad():
@@ -792,6 +792,33 @@ def test_a_perturbation_may_have_a_history():
     step = {"0.weight": 0.1 * model[0].weight}  # as somebody makes it who does not think of gradients
     found = theory.relative_change(model, lambda model: model[0].weight.square().sum(), step)
     assert (found.layers[0].change, found.layers[0].cosine) == pytest.approx((0.1, -1.0))
+
+
+class Graph(nn.Module):
+    """A layer over a graph, whose edges are a sparse buffer; a run may write to it."""
+
+    def __init__(self, edges: Tensor, writes: bool) -> None:
+        super().__init__()
+        self.layer, self.writes = nn.Linear(2, 1, bias=False), writes
+        self.register_buffer("edges", edges)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.writes:
+            self.edges.mul_(0.5)
+        return self.layer(inputs + (self.edges @ torch.ones(2, 1)).sum())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(("layout", "writes"), [("to_sparse", False), ("to_sparse", True), ("to_sparse_csr", False)])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_sparse_buffers_are_kept_too(measure, layout: str, writes: bool):
+    model = Graph(getattr(torch.eye(2), layout)(), writes)
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.tensor([[1.0, 0.0]]))
+    measure(model, torch.tensor([[9.0, 1.0], [-9.0, 0.0]]))
+    assert torch.equal(model.edges.to_dense(), torch.eye(2))
+    assert torch.equal(model.layer.weight, torch.tensor([[1.0, 0.0]]))
+    assert model.training
 
 
 def test_both_gradients_see_the_same_dropout():

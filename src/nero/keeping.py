@@ -28,7 +28,9 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
     """
     named = dict(model.named_parameters())
     homes = [(module, dict(module._buffers)) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [
+        (buffer, buffer.detach().clone(), 0 if _dense(buffer) else buffer._version) for buffer in model.buffers()
+    ]
     weights = [(named[name], named[name].detach().clone()) for name in parameters]
     modes = [(module, module.training) for module in model.modules()]
     devices = {each.device for each in (*named.values(), *model.buffers()) if each.is_cuda}
@@ -49,19 +51,27 @@ def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool =
         for hooks, key, hook in reversed(away):
             hooks[key] = hook
             hooks.move_to_end(key, last=False)  # to see what the model is given, before others change it
+        for module, mode in modes:
+            module.training = mode
+        for parameter, value in weights:
+            put(parameter, value)
         for module, own in homes:
             for name in dict(module._buffers):
                 if name not in own:
                     del module._buffers[name]
             for name, buffer in own.items():
                 module._buffers[name] = buffer
-        changed = [(buffer, value) for buffer, value in buffers if not torch.equal(buffer, value)]
-        for tensor, value in (*changed, *weights):
-            tensor.data.copy_(value)  # of which a backward that is due takes no notice
-        if weights:
-            torch.clear_autocast_cache()
-        for module, mode in modes:
-            module.training = mode
+        for buffer, value, writes in buffers:
+            if _dense(buffer) and not torch.equal(buffer, value):
+                buffer.data.copy_(value)  # of which a backward that is due takes no notice
+            elif not _dense(buffer) and buffer._version != writes:
+                with torch.no_grad():
+                    buffer.copy_(value)  # its data are another tensor
+
+
+def _dense(buffer: Tensor) -> bool:
+    """Whether torch can compare it with another: it compares none that are sparse, of which it counts the writes."""
+    return buffer.layout == torch.strided
 
 
 def put(parameter: Tensor, value: Tensor) -> None:

@@ -1306,6 +1306,13 @@ def decoding(model: nn.Sequential) -> None:
     last.weight = first.weight.T
 
 
+def shifting(model: nn.Sequential) -> None:
+    """Let the last layer's bias be a column of the first one's weight."""
+    first, last = model[0], model[2]
+    del last.bias
+    last.bias = first.weight.detach()[:4, 0]
+
+
 @pytest.mark.parametrize(
     "alter",
     [
@@ -1313,8 +1320,9 @@ def decoding(model: nn.Sequential) -> None:
         lambda model: setattr(model[0], "forward", lambda inputs: inputs @ model[0].weight.detach().T),
         lambda model: setattr(model, "forward", lambda inputs: model[2](model[0](inputs).sin())),
         decoding,
+        shifting,
     ],
-    ids=["activation", "layer", "model", "weight"],
+    ids=["activation", "layer", "model", "weight", "bias"],
 )
 def test_what_was_set_on_a_module_alone_has_no_proof(alter):
     torch.manual_seed(0)

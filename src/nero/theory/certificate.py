@@ -101,7 +101,7 @@ def _is_monotone(layer: nn.Module) -> bool:
 def _is_altered(module: nn.Module) -> bool:
     """Whether a module may do something else than its class says: by a hook, or by what was set on it alone.
 
-    A weight that was set there is no parameter, but may be made of one that turns.
+    A weight or a bias that was set there is no parameter, but may be made of one that turns.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks or vars(module).keys() & {"forward", "weight"})
+    return bool(hooks or vars(module).keys() & {"forward", "weight", "bias"})

@@ -38,7 +38,7 @@ def index(runs: Runs) -> str:
     for task, facts in all_published().items():
         names = [name_of(row.optimiser) for row in facts.headline]
         ours = [_ours(facts, runs, row) for row in facts.headline]
-        theirs = [_with_spread(row.mean, row.spread) for row in facts.headline]
+        theirs = [_printed(facts, row) for row in facts.headline]
         other = "" if facts.comparable else f" ({facts.other})"
         rows.append(
             (
@@ -66,7 +66,7 @@ def table_1(runs: Runs) -> str:
             continue
         rows = {row.optimiser: row for row in facts.finals}
         lines.append((facts.row, _measured(facts), "ours", *(_ours(facts, runs, rows[name]) for name in COLUMNS)))
-        theirs = [_with_spread(*facts.printed.get(name, rows[name][3:])) for name in COLUMNS]
+        theirs = [_printed(facts, rows[name]) for name in COLUMNS]
         lines.append(("", "" if facts.comparable else facts.other, "paper", *theirs))
     return _markdown(("task", "measure", "whose", *map(name_of, COLUMNS)), lines, left=3)
 
@@ -240,6 +240,11 @@ def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:.2f}" if value < 1e5 else f"{value:.3g}"
+
+
+def _printed(facts: Published, row: Final) -> str:
+    """The mean and the spread that the paper prints; where it prints none, those of its authors' stored runs."""
+    return _with_spread(*facts.printed.get(row.optimiser, (row.mean, row.spread)))
 
 
 def _with_spread(mean: float, spread: float) -> str:

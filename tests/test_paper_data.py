@@ -155,6 +155,8 @@ def test_an_unknown_data_set():
 def test_a_folder_that_is_named_must_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(DataError, match=r"nowhere, that was asked for, does not exist: make it"):
         load("mnist", tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"nowhere, that was asked for, does not exist: name another$"):
+        load("imagenet", tmp_path / "nowhere")  # which is not downloaded
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="is no folder"):
         load("mnist", tmp_path / "file")

@@ -18,7 +18,7 @@ class Folder:
     """
 
     def __init__(self, dataset: str, named: Path | None, progress: Progress | None) -> None:
-        self.path = _chosen(named)
+        self.path = _chosen(named, "make it, to download into it, or " if dataset in sources.HOMES else "")
         self.dataset = dataset
         self.progress = progress
 
@@ -72,18 +72,18 @@ def intact(content: bytes, name: str) -> bool:
     return seen.hexdigest() == sources.FILES[name].partition(":")[2]
 
 
-def _chosen(named: Path | None) -> Path:
+def _chosen(named: Path | None, otherwise: str) -> Path:
     if named is not None:
-        return _existing(Path(named).expanduser(), "that was asked for")
+        return _existing(Path(named).expanduser(), "that was asked for", otherwise)
     if variable := os.environ.get("NERO_DATA"):
-        return _existing(Path(variable).expanduser(), "that $NERO_DATA names")
+        return _existing(Path(variable).expanduser(), "that $NERO_DATA names", otherwise)
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
     # the standard says to ignore one that is not absolute
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "nero"
 
 
-def _existing(path: Path, which: str) -> Path:
+def _existing(path: Path, which: str, otherwise: str) -> Path:
     if not path.is_dir():
         what = "is no folder" if path.exists() else "does not exist"
-        raise DataError(f"the data folder {path}, {which}, {what}: make it, to download into it, or name another")
+        raise DataError(f"the data folder {path}, {which}, {what}: {otherwise}name another")
     return path

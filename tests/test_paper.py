@@ -80,6 +80,7 @@ class Watch:
 
     def __init__(self, break_off_after=math.inf):
         self.left, self.planned, self.begun_at, self.ended_runs = break_off_after, [], [], []
+        self.answered = 0
 
     def plan(self, _, runs, done):
         self.planned.append((len(runs), len(done)))
@@ -95,8 +96,8 @@ class Watch:
     def ended(self, training):
         self.ended_runs.append(training.settings)
 
-    def stopping(self, runs):
-        self.kept = runs
+    def stopping(self):
+        self.answered += 1
 
 
 class Killed(BaseException):
@@ -640,15 +641,32 @@ def test_an_interrupt_at_any_moment_keeps_all_runs(where, asked, tmp_path, monke
         patch.setattr(Supervised, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(TINY, runs, data, Store(tmp_path / "stopped"), watch, side_by_side=2)
-    assert watch.kept == 2
+    assert watch.answered == 1
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 2
     assert signal.getsignal(signal.SIGINT) == handler
     resumed = train(TINY, runs, data, Store(tmp_path / "stopped"), Watch(), side_by_side=2)
     assert [result(each) for each in resumed] == [result(each) for each in undisturbed]
 
 
+def test_an_interrupt_is_answered_before_the_step_is_over(tmp_path, monkeypatch):
+    """A step may take minutes on a CPU; whoever hears nothing interrupts again, and loses it."""
+    watch, update, answered = Watch(), Supervised._update, []
+
+    def interrupted(self, *batch):
+        signal.raise_signal(signal.SIGINT)
+        answered.append(watch.answered)
+        update(self, *batch)
+
+    monkeypatch.setattr(Supervised, "_update", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, [TINY.settings("nero")], made(), Store(tmp_path), watch)
+    assert answered == [1]
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
 def test_the_second_interrupt_waits_for_nothing(tmp_path):
     watch = Watch()
-    watch.stopping = lambda _: signal.raise_signal(signal.SIGINT)
+    watch.stopping = lambda: signal.raise_signal(signal.SIGINT)
     watch.stepped = lambda _: signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         train(TINY, [TINY.settings("nero")], made(), Store(tmp_path), watch)
@@ -1307,7 +1325,7 @@ def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
     shown, told = display(False, tmp_path)
     with shown:
         train(TINY, [settings], made(), store, shown)
-        shown.stopping(2)
+        shown.stopping()
     lines = told.getvalue().splitlines()
     assert lines[0] == "tiny: 1 run to do on cpu"
     assert "sgd-lr0.1-seed0: goes on from epoch 1, step 1" in lines
@@ -1316,7 +1334,7 @@ def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
     )
     assert lines[-2].startswith("sgd-lr0.1-seed0: train ")
     assert lines[-2].endswith("tiny/sgd-lr0.1-seed0.json")
-    assert "2 runs stand" in lines[-1]
+    assert lines[-1] == "stopping after this step, to keep what is done; interrupt again to stop at once"
 
 
 @pytest.mark.parametrize("lag", [0, 2])

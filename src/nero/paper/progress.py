@@ -125,8 +125,8 @@ class Display:
             f"record in {self.out / training.task.name / name}.json"
         )
 
-    def stopping(self, runs: int) -> None:
-        self.console.print(f"stopping: keeping where {runs} {'run stands' if runs == 1 else 'runs stand'} ...")
+    def stopping(self) -> None:
+        self.console.print("stopping after this step, to keep what is done; interrupt again to stop at once")
 
     def _write_epochs(self, training: Training) -> None:
         """Those that are known and not yet told."""

@@ -37,8 +37,8 @@ class Watch(Protocol):
     def ended(self, training: Training) -> None:
         """It is done and recorded."""
 
-    def stopping(self, runs: int) -> None:
-        """The user wants to stop; so many runs are kept where they stand."""
+    def stopping(self) -> None:
+        """The user wants to stop; runs are kept where they stand when the step under way is done."""
 
 
 def train(
@@ -83,7 +83,7 @@ def train(
         watch.begun(active[-1])
 
     due = time.monotonic() + PAUSE
-    with _interrupts() as interrupted:
+    with _interrupts(watch.stopping) as interrupted:
         while waiting or active:
             try:
                 while waiting and len(active) < side_by_side:
@@ -92,7 +92,6 @@ def train(
                     turn(training)
                     del training  # lest it be held
                     if interrupted() and (waiting or active) and peers.rank() == 0:  # what is kept now is whole
-                        watch.stopping(len(active))
                         _save(active, store)
                         raise KeyboardInterrupt
             except Exception:
@@ -113,8 +112,11 @@ def _save(active: list[Training], store: Store) -> float:
 
 
 @contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether the user or the system has asked to stop. The second interrupt does not wait for anything."""
+def _interrupts(answer: Callable[[], None]) -> Iterator[Callable[[], bool]]:
+    """Whether the user or the system has asked to stop, which is answered at once: a step may take minutes on a CPU.
+
+    The second interrupt does not wait for anything.
+    """
     asked = False
 
     def ask(_: int, __: FrameType | None) -> None:
@@ -122,6 +124,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
+        answer()
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # where signals cannot be caught, a checkpoint has to do

@@ -4,6 +4,7 @@ import itertools
 import math
 import queue
 import random
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from nero.paper.loops.agent import Agent
 from nero.paper.loops.captured import Captured
 from nero.paper.loops.ppo import PPO, Batch
 from nero.paper.models.actor_critic import ActorCritic
+from nero.paper.progress import Display
 from nero.paper.protocol import SettingError
 from nero.paper.record import Store
 from nero.paper.sweep import train
@@ -326,6 +328,23 @@ def test_interrupted_runs_side_by_side_end_as_alone(tmp_path):
         assert one["curve"] == other["curve"]
         assert one["shown_return"] == other["shown_return"]
         assert other["resumed"] == 1
+
+
+def test_a_run_that_goes_on_amid_its_updates_has_no_pace_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr("nero.paper.progress.QUIET", 0.0)
+    monkeypatch.setattr("nero.paper.progress.GLANCE", 0.0)
+    settings, told = TINY.settings("nero", epochs=1), StringIO()
+    training = TINY.loop(TINY, settings, ECHO, None)
+    while training.played < training.ppo.gathered:
+        training.advance()
+    training.arcade.recent.clear()  # as in a long game
+    training = TINY.loop(TINY, settings, ECHO, training.state())
+    with Display(Console(file=told, width=200), tmp_path, training.device) as shown:
+        shown.begun(training)
+        training.advance()
+        shown.stepped(training)
+    line = told.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"nero-lr0.01-seed0-epochs1: epoch 0, \d+%, \d+ s, \d+ s left", line), line
 
 
 class Breaking(Echo):

@@ -111,10 +111,9 @@ class Display:
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now
             share = training.steps_done / (training.settings.epochs * training.steps_an_epoch)
-            self.console.print(
-                f"{training.task.name_of(training.settings)}: epoch {training.epoch}, {share:.0%}, {metric}, "
-                f"{duration(training.seconds)}, {duration(training.seconds * (1 / share - 1))} left"
-            )
+            took, left = duration(training.seconds), duration(training.seconds * (1 / share - 1))
+            told = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
+            self.console.print(f"{training.task.name_of(training.settings)}: {', '.join(told)}")
 
     def ended(self, training: Training) -> None:
         name = training.task.name_of(training.settings)

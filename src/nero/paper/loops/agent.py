@@ -82,7 +82,8 @@ class Agent(Training):
 
     def pace(self) -> str:
         before, since = self._begun
-        return f"{(self.played - before) / (time.perf_counter() - since):,.0f} steps a second"
+        made = self.played - before  # none yet, where it goes on amid the updates of a round
+        return f"{made / (time.perf_counter() - since):,.0f} steps a second" if made else ""
 
     def verdict(self) -> dict[str, Any]:
         """An episode of the trained agent's, as a film, and what all took."""

@@ -390,6 +390,10 @@ def test_the_page_on_auto_has_the_trust_of_the_record():
         for row in record["rows"]
     ]
     assert [row[:4] for row in rows_of("trust")] == told
+    best = {f"perceptron of {row[0]} layers": row[1] for row in rows_of("perceptrons")}
+    best |= {row[0].partition(",")[0]: row[4] for row in rows_of("depths")}  # 100 layers hardly begin in five epochs
+    best["ResNet-50"] = f"{suite.TASKS['imagenet'].contenders['nero-tuned'].best:g}"
+    assert [row[4] for row in rows_of("trust")] == [best[row[0]] for row in rows_of("trust")]
 
 
 def test_the_page_on_auto_has_the_best_angles_by_time():

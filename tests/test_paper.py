@@ -1337,6 +1337,27 @@ def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
     assert lines[-1] == "stopping after this step, to keep what is done; interrupt again to stop at once"
 
 
+def test_within_an_epoch_a_gpu_is_not_waited_for_and_steps_are_told(tmp_path, monkeypatch):
+    """An epoch of ImageNet takes minutes."""
+    monkeypatch.setattr(progress, "GLANCE", 0.0)
+    monkeypatch.setattr(progress, "QUIET", 0.0)
+    monkeypatch.setattr(Supervised, "so_far", None)  # which is not asked for
+    training = Supervised(TINY, TINY.settings("sgd"), made())
+    training.device = torch.device("cuda")  # as the display sees it
+    shown, told = display(False, tmp_path)
+    with shown:
+        shown.begun(training)
+        for _ in range(4):
+            training.advance()
+            shown.stepped(training)
+    first, second, third, fourth = told.getvalue().splitlines()
+    for line, share in ((first, "11%"), (second, "22%")):
+        assert re.fullmatch(rf"sgd-lr0.1-seed0: epoch 0, {share}, .* s, .* s left", line)
+        assert "train" not in line
+    numbers = re.search("train .*%, test .*%", third.partition("33%")[2])
+    assert f"epoch 1, 44%, {numbers[0]}, " in fourth  # those of the epoch that is over
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("broken_off", [None, 2, 3, 4, 5])
 def test_tensorboard_has_every_epoch(broken_off, lag, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ from nero.paper.protocol import Settings, Task
 
 #: Seconds between two lines, where the output is a file or a pipe.
 QUIET = 15.0
-#: Seconds between two looks at the epoch under way, on a CPU.
+#: Seconds between two looks at the epoch under way.
 GLANCE = 0.5
 
 
@@ -101,11 +101,14 @@ class Display:
             if not self._written[training.settings] and (remark := training.remark()):
                 self.console.print(f"{training.task.name_of(training.settings)}: {remark}")
             self._write_epochs(training)
-        elif training.device.type != "cpu" or now - self._shown < GLANCE:
-            return  # to look into an epoch under way, a GPU would have to be waited for
+        elif now - self._shown < GLANCE:
+            return
         self._shown = now
-        so_far = "" if fresh else _told(training.task, training.so_far())
-        metric = _last(training) if fresh else f"{so_far} so far" if so_far else ""
+        if fresh or training.device.type != "cpu":  # to look into an epoch under way, a GPU would have to be waited for
+            metric = _last(training) if training.known else ""
+        else:
+            so_far = _told(training.task, training.so_far())
+            metric = f"{so_far} so far" if so_far else ""
         metric = ", ".join(filter(None, (metric, training.pace())))
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:

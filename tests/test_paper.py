@@ -664,6 +664,20 @@ def test_an_interrupt_is_answered_before_the_step_is_over(tmp_path, monkeypatch)
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
 
 
+def test_an_interrupt_amid_a_line_keeps_the_run(tmp_path):
+    """A stream that is being written to when the interrupt comes takes no answer."""
+    watch = Watch()
+
+    def refused():
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter>")
+
+    watch.stopping = refused
+    watch.stepped = lambda _: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, [TINY.settings("nero")], made(), Store(tmp_path), watch)
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
 def test_the_second_interrupt_waits_for_nothing(tmp_path):
     watch = Watch()
     watch.stopping = lambda: signal.raise_signal(signal.SIGINT)

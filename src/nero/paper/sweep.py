@@ -124,7 +124,8 @@ def _interrupts(answer: Callable[[], None]) -> Iterator[Callable[[], bool]]:
         if asked:
             raise KeyboardInterrupt
         asked = True
-        answer()
+        with suppress(RuntimeError):  # of a stream that is just being written to
+            answer()
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False  # where signals cannot be caught, a checkpoint has to do

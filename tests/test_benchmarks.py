@@ -361,12 +361,26 @@ def test_the_page_on_auto_has_the_perceptrons_of_the_records():
         assert found[4] > found[1] - 1
 
 
+#: What the page calls the networks of the tasks that were trained so.
+NETWORKS = {
+    "mnist-deep": "perceptron of 100 layers",
+    "cifar10-vgg11": "VGG-11",
+    "cifar10-resnet18": "ResNet-18",
+    "wikitext2": "language model",
+    "translation": "translator",
+    "pong": "Pong's actor and critic",
+    "imagenet": "ResNet-50",
+}
+
+
 def test_the_page_on_auto_has_the_tasks_of_the_records():
     """Every task that was trained so, beside the suite's own runs."""
     measures = {"train accuracy, %": "train_accuracy", "test accuracy, %": "test_accuracy"}
     ran = {each["task"]: each for each in read_records(ROOT / "benchmarks/results/auto") if each["task"] in suite.TASKS}
     lines = {row[0]: row[1:] for row in rows_of("tasks")}
     assert set(lines) == set(ran)
+    angles = {row[0].partition(",")[0]: row[3] for row in rows_of("depths")}
+    assert {task: angles[NETWORKS[task]] for task in lines} == {task: line[3] for task, line in lines.items()}
     suites = [each for each in read_records(ROOT / "results") if each["optimiser"] == "nero"]
     for task, (measure, rate, tuned, _, automatic) in lines.items():
 

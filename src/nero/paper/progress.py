@@ -123,7 +123,8 @@ class Display:
         self.progress.remove_task(self._bars.pop(training.settings))
         self._tensorboard(training.settings, None)
         self.console.print(
-            f"{name}: {_last(training)} after {training.epoch} epochs, {duration(training.seconds)}; "
+            f"{name}: {_last(training)} after {training.epoch} {'epoch' if training.epoch == 1 else 'epochs'}, "
+            f"{duration(training.seconds)}; "
             f"record in {self.out / training.task.name / name}.json"
         )
 

@@ -665,6 +665,22 @@ def test_a_measurement_is_not_the_first_run(measure):
     assert {group["depth"] for group in optimiser.param_groups} == {wanted}
 
 
+def test_an_empty_batch_tells_no_depth_and_the_next_is_counted():
+    """Branches without examples have no shares."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Block(2))
+    with pytest.raises(ValueError, match=r"the inputs are empty, .*: give some; or give a learning rate"):
+        nero.depth_of(model, torch.randn(0, 8))
+    optimiser = nero.Nero(model, lr="auto")
+    model(torch.randn(0, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="the inputs are empty"):
+        optimiser.step()
+    inputs = torch.randn(4, 8)
+    model(inputs).sum().backward()
+    optimiser.step()
+    assert optimiser.param_groups[0]["depth"] < 3
+
+
 def test_a_backward_that_is_due_is_not_disturbed():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
     model.register_buffer("wide", torch.ones(1, 8).expand(4, 8))

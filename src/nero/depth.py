@@ -55,7 +55,8 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
     Raises:
         TypeError: if it is no module.
         ValueError: if no trained layer is found on the way from the inputs to what the model gives, if the way
-            cannot be followed, if branches that are added are not numbers, or if the model is on the meta device.
+            cannot be followed, if branches that are added are not numbers, if all inputs are empty, or if the model
+            is on the meta device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -97,6 +98,11 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
     from torch.utils._pytree import tree_leaves
 
     inputs, named = copied((inputs, named))
+    tensors = [each for each in tree_leaves((inputs, named)) if isinstance(each, Tensor)]
+    if tensors and not any(each.numel() for each in tensors):
+        raise ValueError(
+            f"the inputs are empty, so that no branch has a share and the depth is not known: give some; or {_INSTEAD}"
+        )
     known: dict[int, tuple[Any, _Signal | _Weights]] = {}
     deepest = 0.0
 
@@ -136,9 +142,8 @@ def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], 
         learn(own, _Signal(0.0, trained=False) if buffers else _Weights(neurons=False))
     for parameter in model.parameters():
         learn(parameter, _Weights(id(parameter) in neurons))
-    for each in tree_leaves((inputs, named)):
-        if isinstance(each, Tensor):
-            learn(each, _Signal(0.0, each.requires_grad))
+    for each in tensors:
+        learn(each, _Signal(0.0, each.requires_grad))
     # who keeps what a run saves for its backward, as activation checkpointing does, is not to count this one's
     unheeded = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
     with torch.enable_grad(), unheeded, Tracer():  # type: ignore[no-untyped-call]

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+from bisect import bisect
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -395,6 +397,19 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
         same = [each for each in suites if (each["task"], each["lr"], each["epochs"]) == (task, float(rate), whole)]
         assert ", ".join(end(each) for each in sorted(same, key=lambda each: each["seed"])) == tuned
         assert automatic == end(ran[task])
+
+
+def test_the_page_on_auto_says_how_far_resnet_50_had_turned():
+    """When the run at the default rate had turned as far in all as the other at its end, and where it stood."""
+    task = suite.TASKS["imagenet"]
+    steps = math.ceil(25_000 / task.batch)
+    turned = list(accumulate(task.schedule(step, steps) for step in range(task.epochs * steps)))
+    short = next(float(row[3]) for row in rows_of("depths") if row[0] == "ResNet-50")
+    epochs = bisect(turned, short / 0.01 * turned[-1]) // steps
+    [run] = [r for r in read_records(ROOT / "results") if (r["task"], r["optimiser"]) == ("imagenet", "nero")]
+    stood = 100 * run["curve"]["train_accuracy"][epochs - 1]
+    found = f"had turned as far in all after {epochs} epochs, and stood at {stood:.0f} % of train accuracy then"
+    assert found in (ROOT / "docs/auto.md").read_text()
 
 
 def test_the_page_on_auto_has_the_trust_of_the_record():

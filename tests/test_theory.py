@@ -766,6 +766,25 @@ class Wide(nn.Linear):
         return super().forward(inputs).float()
 
 
+def test_a_step_that_rounding_would_swallow_is_no_step():
+    """In bfloat16 a thousandth of a weight is mostly nothing; what was made in bfloat16 is measured as it is."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False).bfloat16()
+    weights = model.weight.detach().clone()
+
+    def loss(model):
+        return model.weight.float().square().sum()
+
+    with pytest.raises(ValueError, match=r"'weight' is finer than torch\.bfloat16 tells apart: measure a copy"):
+        theory.relative_change(model, loss, {"weight": 0.001 * weights})
+    assert torch.equal(model.weight, weights)
+    rounded = (weights * 1.05).float() - weights.float()
+    [found] = theory.relative_change(model, loss, {"weight": rounded}).layers
+    assert found.change == pytest.approx((rounded.norm() / weights.float().norm()).item(), rel=1e-2)
+    [found] = theory.relative_change(model.float(), loss, {"weight": 0.001 * weights.float()}).layers
+    assert found.change == pytest.approx(0.001, rel=1e-3)
+
+
 def test_autocast_sees_the_weights_that_are_tried():
     torch.manual_seed(0)
     model = nero.balance_(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Wide(16, 3)))

@@ -121,8 +121,8 @@ def relative_change(
         kinds: which parameters to report: by default all that are trained.
 
     Raises:
-        TypeError, ValueError: a model without neurons, a perturbation that does not fit, a loss that
-            is not one finite number or has gradients that are not finite.
+        TypeError, ValueError: a model without neurons, a perturbation that does not fit or that the parameters'
+            precision rounds away, a loss that is not one finite number or has gradients that are not finite.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)
@@ -146,8 +146,7 @@ def relative_change(
     for point in range(1, points + 1):
         with keeping(model, perturbation):
             for name, change in perturbation.items():
-                start = parameters[name].detach()
-                put(parameters[name], torch.add(start, change.detach().to(start), alpha=point / points))
+                put(parameters[name], _moved(name, parameters[name].detach(), change.detach() * (point / points)))
             after = _gradients(model, loss, layers, "is the step too long?")
         changes = [max(most, length(b - a)) for most, a, b in zip(changes, before, after, strict=True)]
     found = tuple(
@@ -228,6 +227,17 @@ def deep_relative_trust(
     log_product = math.fsum(math.log1p(layer.size) for layer in layers)
     bound = torch.tensor(log_product, dtype=torch.float64).expm1().item()  # infinite, where math's would raise
     return DeepRelativeTrust(layers, bound)
+
+
+def _moved(name: str, start: Tensor, change: Tensor) -> Tensor:
+    """The weights after a change; raise if more than a tenth of it is lost to rounding."""
+    change = change.to(start.device, torch.float64)
+    moved = (start.double() + change).to(start.dtype)
+    if length(moved.double() - start.double() - change) > 0.1 * length(change):
+        raise ValueError(
+            f"the change of {name!r} is finer than {start.dtype} tells apart: measure a copy of the model in float32"
+        )
+    return moved
 
 
 def _size(layer: Layer, perturbation: Perturbation) -> float:

@@ -8,7 +8,6 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,9 +19,6 @@ from torch.utils.checkpoint import checkpoint
 import nero
 from nero import theory
 from nero.depth import TRUST
-
-pytest.importorskip("typer")
-from nero.paper.tasks import TASKS
 
 
 def perceptron(layers=3, width=8):
@@ -915,39 +911,6 @@ def test_a_network_may_run_on_its_own_buffer():
 
 
 PAGE = Path(__file__).parents[1] / "docs/auto.md"
-#: What the page's networks run on.
-RUNS: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
-    "perceptron of 100 layers": lambda: (TASKS["mnist-deep"].model(), (torch.randn(1, 1, 28, 28),)),
-    "VGG-11": lambda: (TASKS["cifar10-vgg11"].model(), (torch.randn(1, 3, 32, 32),)),
-    "ResNet-18": lambda: (TASKS["cifar10-resnet18"].model(), (torch.randn(2, 3, 32, 32),)),
-    "language model, 2 blocks without norms": lambda: (TASKS["wikitext2"].model(), (torch.arange(35)[None],)),
-    "translator, 6 + 6 blocks, norms behind": lambda: (
-        TASKS["translation"].model(),
-        (torch.arange(1, 17).view(1, 2, 8),),
-    ),
-    "Pong's actor and critic": lambda: (TASKS["pong"].model(), (torch.zeros(1, 4, 84, 84, dtype=torch.uint8),)),
-    "GAN, generator": lambda: (TASKS["cgan"].model().generator, (torch.randn(1, 80), torch.tensor([3]))),
-    "GAN, discriminator": lambda: (
-        TASKS["cgan"].model().discriminator,
-        (torch.randn(1, 3, 32, 32), torch.tensor([3])),
-    ),
-    "ResNet-50": lambda: (TASKS["imagenet"].model(), (torch.randn(1, 3, 64, 64),)),
-}
-
-
-def test_the_pages_depths_are_counted():
-    rows = re.findall(r"^\| (.+?) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert [row[0] for row in rows] == list(RUNS)
-    tuned = {"perceptron of 100 layers": "mnist-deep", "translator, 6 + 6 blocks, norms behind": "translation"}
-    for name, layers, depth, angle, best in rows:
-        torch.manual_seed(0)
-        model, inputs = RUNS[name]()
-        nero.balance_(model)
-        assert int(layers) == sum(role.kind == "neuron" for role in nero.roles_of(model).values()), name
-        counted = nero.depth_of(model, *inputs)
-        assert float(depth) == pytest.approx(counted, rel=0.03), name
-        assert float(angle) == pytest.approx(TRUST / counted, rel=0.05), name
-        assert float(best) == (TASKS[tuned[name]].contenders["nero"].best if name in tuned else 0.01), name
 
 
 def test_the_pages_code_runs(capsys):

@@ -416,6 +416,40 @@ def test_adam_is_made_with_the_tasks_epsilon():
         baselines.make("adam", torch.nn.Linear(2, 2), 0.1, eps=0.0)
 
 
+def test_a_score_is_of_as_many_episodes_of_every_game():
+    """Who does what is shown gets a reward a step, so the score is the mean length of the first episodes."""
+    games = []
+
+    def emulator(count, colour):
+        games.append(Echo(count, colour))
+        return games[-1]
+
+    game = Game("pong", emulator)
+    found = game.score(shown_in, seed=7, games=3, episodes=4, longest=100)
+    assert found == [length for each in games[0].lengths for length in each[:4]]
+    assert any(len(each) > 5 for each in games[0].lengths)  # the one that is begun not counted: some are quicker
+    short = game.score(shown_in, seed=7, games=3, episodes=4, longest=10)
+    ends = [list(itertools.accumulate(each)) for each in games[1].lengths]
+    assert short == [
+        length
+        for each, end in zip(games[1].lengths, ends, strict=True)
+        for length, at in zip(each, end, strict=True)
+        if at <= 10
+    ]
+    wrong = game.score(lambda frames: (shown_in(frames) + 1) % ACTIONS, seed=7, games=3, episodes=4, longest=100)
+    assert wrong == [0.0] * 12
+
+
+def test_an_agent_is_scored_without_chance(tmp_path):
+    """One that sees which action is right, and does it hardly more often than others, is scored by that one alone."""
+    training = played(TINY, TINY.settings("sgd", epochs=1), ECHO)
+    training.model.forward = lambda frames: (0.01 * torch.eye(ACTIONS)[shown_in(frames)], None)
+    record = Store(tmp_path).finish(training)
+    assert record["greedy_episodes"] == SMALL.games * looping.EPISODES
+    assert 3 <= record["greedy_return"] <= 8  # as long as episodes are
+    assert record["shown_return"] < record["shown_length"]
+
+
 def test_a_film_is_not_too_large(monkeypatch):
     pictures = [torch.randint(256, (40, 30, 3), dtype=torch.uint8) for _ in range(40)]
     with Image.open(BytesIO(film.gif(pictures))) as whole:
@@ -535,6 +569,7 @@ def test_nero_runs_pong_and_goes_on(pong, tmp_path, monkeypatch):
     assert whole["environment_steps"] == 240
     assert whole["steps_per_second"] > 0
     assert whole["shown_length"] == 40
+    assert (whole["greedy_return"], whole["greedy_episodes"]) == (None, 0)  # no episode is over so soon
     with Image.open(tmp_path / "whole/pong/nero-lr0.01-seed0-epochs2.gif") as shown:
         assert shown.size == (160, 210)
         assert shown.n_frames > 5

@@ -89,6 +89,30 @@ class Game:
                 pictures.append(shown.frames[0, 0])
         return pictures, total, longest
 
+    def score(
+        self, choose: Callable[[Tensor], Tensor], seed: int, games: int, episodes: int, longest: int
+    ) -> list[float]:
+        """Play so many episodes in each of some games, of so many steps at most in each game.
+
+        Returns:
+            the return of every episode that came to its end. Each game counts the same number of them, if there is
+            time, since quick episodes are not like slow ones.
+        """
+        arcade = self.play(games, seed)
+        totals = torch.zeros(games)
+        found: list[list[float]] = [[] for _ in range(games)]
+        for _ in range(longest):
+            arcade.send(choose(arcade.frames))
+            rewards, ends = arcade.receive()
+            totals += rewards
+            for game in ends.nonzero().flatten().tolist():
+                if len(found[game]) < episodes:
+                    found[game].append(totals[game].item())
+                totals[game] = 0
+            if all(len(each) == episodes for each in found):
+                break
+        return [total for each in found for total in each]
+
 
 class Arcade:
     """Games under way, each of which begins again when it is over.

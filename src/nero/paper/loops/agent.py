@@ -18,6 +18,8 @@ from nero.paper.protocol import Settings, Task
 
 #: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
 LONGEST, PICTURES = 10_000, 2000
+#: Episodes of each game that are played without chance in the end, and what their seeds have more than the run's.
+EPISODES, AFAR = 4, 1000
 
 
 class Agent(Training):
@@ -86,7 +88,7 @@ class Agent(Training):
         return f"{made / (time.perf_counter() - since):,.0f} steps a second" if made else ""
 
     def verdict(self) -> dict[str, Any]:
-        """An episode of the trained agent's, as a film, and what all took."""
+        """An episode of the trained agent's, as a film, what it gets without chance, and what all took."""
         generator = torch.Generator().manual_seed(self.settings.seed)
 
         @torch.no_grad()
@@ -95,15 +97,23 @@ class Agent(Training):
             noise = torch.empty(logits.shape).exponential_(generator=generator).log_()
             return int((logits.cpu() - noise).argmax())
 
-        rate = self.played / self.seconds
+        @torch.no_grad()
+        def likeliest(frames: Tensor) -> Tensor:
+            logits: Tensor = self.model(frames.to(self.device))[0]
+            return logits.argmax(1).cpu()
+
+        rate, apart = self.played / self.seconds, self.settings.seed + AFAR
         with self._on_stream(), products_in(self.settings.precision):
             pictures, total, length = self.game.show(choose, self.settings.seed, LONGEST, PICTURES)
+            greedy = self.game.score(likeliest, apart, self.ppo.games, EPISODES, EPISODES * LONGEST)
         self.files[".gif"] = gif(pictures)
         return {
             "environment_steps": self.played,
             "steps_per_second": round(rate),
             "shown_return": total,
             "shown_length": length,
+            "greedy_return": sum(greedy) / len(greedy) if greedy else None,
+            "greedy_episodes": len(greedy),
         }
 
     def state(self) -> dict[str, Any]:

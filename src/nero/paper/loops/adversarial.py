@@ -15,7 +15,7 @@ from nero.paper.data import Dataset, Pictures
 from nero.paper.judges import LOOK, Judge, judges
 from nero.paper.judges.frechet import Gaussian
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, load, on_cpu, products_in
+from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
 from nero.paper.models.biggan import Pair
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -107,7 +107,7 @@ class Adversarial(Training):
         if self.step:
             self._begin_epoch()
             self.random.set_state(state["random"])
-            self.totals.copy_(state["totals"])
+            refill(self.totals, state, "totals")
 
     def _build(self) -> None:
         contender = self.task.contenders[self.settings.optimiser]

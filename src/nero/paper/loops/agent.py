@@ -13,7 +13,7 @@ from nero.paper.data.arcade import Game
 from nero.paper.loops.captured import Captured
 from nero.paper.loops.film import gif
 from nero.paper.loops.ppo import PPO, Batch, advantages, normalised, objective
-from nero.paper.loops.training import Training, load, on_cpu, products_in
+from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
 from nero.paper.protocol import Settings, Task
 
 #: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
@@ -133,12 +133,12 @@ class Agent(Training):
         self._take(self.arcade.frames, self._outcome)
         self.model.load_state_dict(state["model"])
         load(self.optimiser, state["optimiser"], self.lr)
-        self.totals.copy_(state["totals"])
+        refill(self.totals, state, "totals")
         turn = self.step % self._turns
         if turn:
             self._begin_round()
             for name, values in self._round.items():
-                values.copy_(state["round"][name])
+                refill(values, state["round"], name)
             self._clock.fill_(min(turn, self.ppo.steps))
             self._update.fill_(max(turn - self.ppo.steps, 0))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nero.paper import baselines, peers
 from nero.paper.data import Dataset
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, load, on_cpu, products_in
+from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
 from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -125,7 +125,7 @@ class Supervised(Training):
         if self.step:
             self._begin_epoch()
             self.generator.set_state(state["generator"])
-            self.totals.copy_(state["totals"])
+            refill(self.totals, state, "totals")
 
     def _digest(self) -> int:
         """A sum of the weights that is the same on every machine: of their bits."""

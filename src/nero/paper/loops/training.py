@@ -147,6 +147,18 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
+def refill(tensor: Tensor, state: dict[str, Any], name: str) -> None:
+    """Have a tensor hold what a state has by that name.
+
+    Raises:
+        KeyError: if it has none.
+        ValueError: if that is no tensor, or one of another shape; torch would spread it over this one, where it can.
+    """
+    if (found := _kind(state[name])) != (wanted := _kind(tensor)):
+        raise ValueError(f"{name} is {found} where {wanted} is needed")
+    tensor.copy_(state[name])
+
+
 def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) -> None:
     """Have a primed optimiser stand where its state was taken, with this learning rate: loading makes a copy of it.
 

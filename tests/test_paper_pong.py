@@ -579,6 +579,12 @@ def test_nero_runs_pong_and_goes_on(pong, tmp_path, monkeypatch):
     assert store.finish(resumed)["curve"] == whole["curve"]
 
 
+def test_a_game_needs_no_folder_of_data(tmp_path, monkeypatch):
+    assert load("pong", tmp_path / "nowhere").name == "pong"
+    monkeypatch.setenv("NERO_DATA", str(tmp_path / "nowhere"))
+    assert load("pong").name == "pong"
+
+
 def test_an_emulator_that_cannot_start_is_told_in_a_line(monkeypatch):
     import ale_py.vector_env
 

@@ -1,6 +1,7 @@
 """The folder that data sets lie in: which it is, what is in it, and what has to be brought."""
 
 import os
+from functools import cached_property
 from pathlib import Path
 
 from nero.paper.data import sources
@@ -18,9 +19,12 @@ class Folder:
     """
 
     def __init__(self, dataset: str, named: Path | None, progress: Progress | None) -> None:
-        self.path = _chosen(named, "make it, to download into it, or " if dataset in sources.HOMES else "")
-        self.dataset = dataset
-        self.progress = progress
+        self.dataset, self.named, self.progress = dataset, named, progress
+
+    @cached_property
+    def path(self) -> Path:
+        """The folder itself, which must exist if it was named; a game never asks."""
+        return _chosen(self.named, "make it, to download into it, or " if self.dataset in sources.HOMES else "")
 
     def find(self, *names: str) -> Path | None:
         """The first of the files that is there, in the data set's own folder or directly in the user's.

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
@@ -207,7 +209,8 @@ def test_the_bound_by_hand():
     assert found.ball.bound == pytest.approx(10.136104 / 49, rel=1e-6)
     assert found.exact.error == pytest.approx(1 - math.exp(-found.exact.bound))
     assert not found.vacuous
-    assert str(found).startswith(f"ε ≤ {found.exact.error:.4g} for 0.9 of all draws of 50 examples\n")
+    # the exact one is 1 - exp(-(ln 1/0.158491 + ln 1000) / 49) = 0.163532...
+    assert str(found).startswith("ε ≤ 0.1636 for 0.9 of all draws of 50 examples\n")
     assert "2 neurons, α = 1, ln K = 1.099" in str(found)
 
 
@@ -248,6 +251,32 @@ def test_the_bound_is_vacuous_where_it_is():
     assert nothing.vacuous
     assert nothing.exact.bound == math.inf
     assert nothing.exact.error == 1.0
+
+
+@pytest.mark.parametrize("bound", [1.0, 1.2, 5.0, 9.2])
+def test_a_right_hand_side_of_one_or_more_still_bounds_the_error(bound: float):
+    """By ln 1/(1 - ε) ≤ bound, which is the tighter part of Inequality (pac)."""
+    found = theory.PacBayesBound(bound, -1.0, 10, 0.05)
+    assert not found.vacuous
+    told = float(str(found).removeprefix("ε ≤ ").partition(" ")[0])
+    assert 1 - math.exp(-bound) <= told < 1
+    assert theory.PacBayesBound(9.22, -1.0, 10, 0.05).vacuous  # 0.99990099
+
+
+@given(st.floats(1e-6, 100), st.floats(1e-12, 1, exclude_max=True))
+def test_a_bound_is_told_as_no_better_than_it_is(bound: float, delta: float):
+    found = theory.PacBayesBound(bound, -1.0, 10, delta)
+    text = re.fullmatch(r"(vacuous: )?ε ≤ (\S+?),? for (\S+) of all draws of 10 examples", str(found))
+    least = found.bound if found.vacuous else found.error
+    assert least <= float(text[2]) <= least * 1.001
+    draws, exact = Fraction(text[3]), 1 - Fraction(delta)
+    assert draws - Fraction(1, 10**15) <= exact
+    assert exact - draws <= Fraction(1, 1000)
+
+
+def test_shares_that_are_given_are_told_as_they_are():
+    for delta, share in ((0.05, "0.95"), (0.32, "0.68"), (1e-5, "0.9999"), (1e-20, "0.9999"), (np.float64(0.1), "0.9")):
+        assert f" for {share} of all draws" in str(theory.pac_bayes_bound(-1.0, 10, delta))
 
 
 @pytest.mark.parametrize("dim", [3, 20, 800])

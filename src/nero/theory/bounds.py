@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from nero.balance import is_balanced, paddings_of
 from nero.roles import KINDS
 from nero.theory.caps import cap_measure, check_angle
+from nero.theory.digits import at_least, at_most
 from nero.theory.layers import layers_of
 from nero.whole import whole
 
@@ -17,6 +19,8 @@ from nero.whole import whole
 @dataclass(frozen=True)
 class PacBayesBound:
     """A bound of the error, averaged over the version space.
+
+    It prints ``error``, rounded up, or that it is vacuous, with ``bound``.
 
     Attributes:
         bound: the right-hand side of Inequality (pac): both ε and ln 1/(1 - ε) are at most this.
@@ -37,14 +41,14 @@ class PacBayesBound:
 
     @property
     def vacuous(self) -> bool:
-        """Whether the paper's bound of ε is one or more, which every error is below."""
-        return self.bound >= 1
+        """Whether it says nothing: ``error`` is one, in the four digits that are told, or bound more than 9.2."""
+        return self.error > 0.9999
 
     def __str__(self) -> str:
-        of = f"for {1 - self.delta:.4g} of all draws of {self.samples:,} examples"
+        of = f"for {at_least(1 - Decimal(str(self.delta)))} of all draws of {self.samples:,} examples"
         if self.vacuous:
-            return f"vacuous: ε ≤ {self.bound:.4g}, {of}"
-        return f"ε ≤ {self.error:.4g} {of}"
+            return f"vacuous: ε ≤ {at_most(self.bound)}, {of}"
+        return f"ε ≤ {at_most(self.error)} {of}"
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
 
     Example:
         >>> print(pac_bayes_bound(math.log(1e-6), 1000))  # one classifier in a million fits 1000 examples
-        ε ≤ 0.02414 for 0.95 of all draws of 1,000 examples
+        ε ≤ 0.02415 for 0.95 of all draws of 1,000 examples
         >>> print(pac_bayes_bound(-math.inf, 1000))
         vacuous: ε ≤ inf, for 0.95 of all draws of 1,000 examples
     """
@@ -155,8 +159,8 @@ def generalisation_bound(
 
     Example:
         >>> print(generalisation_bound([(1, 3)], math.pi / 2, 100))  # half of a circle fits
-        ε ≤ 0.08678 for 0.95 of all draws of 100 examples
-          by Ball's bound: ε ≤ 0.08997 for 0.95 of all draws of 100 examples
+        ε ≤ 0.08679 for 0.95 of all draws of 100 examples
+          by Ball's bound: ε ≤ 0.08998 for 0.95 of all draws of 100 examples
           1 neuron, α = 1.571, ln K = 0, ln P[V_S] = -0.6931
     """
     check_angle("alpha", alpha)

@@ -1125,11 +1125,23 @@ def test_a_deep_network_is_bracketed_too():
     assert nero.is_balanced(turned)
     assert int(turned(inputs)[found.example].argmax()) != int(labels[found.example])
     lines = str(found).splitlines()
-    assert lines[0] == f"{found.lower:.4g} ≤ α ≤ {found.upper:.4g}"
-    assert f"with confidence 0.95, at least {found.share:.4g} of all such rotations make none" in lines[3]
+    lower, upper = map(float, lines[0].split(" ≤ α ≤ "))
+    assert lower <= found.lower <= found.upper <= upper
+    assert re.search(r"with confidence 0\.95, at least 0\.\d+ of all such rotations make none$", lines[3])
     bound = theory.generalisation_bound(model, found.typical, 40, log_solutions=math.log(found.share))
     assert bound.exact.bound < theory.generalisation_bound(model, found.upper, 40).exact.bound
     assert bound.vacuous
+
+
+def test_robustness_is_told_as_no_more_than_it_is():
+    found = theory.Robustness(0.123456, 0.234512, 3, {}, 0.987654, 100, 3, 0.924379, 0.95, 1.0)
+    assert str(found) == (
+        "0.1234 ≤ α ≤ 0.2346\n"
+        "  at least 0.1234: proved, layer by layer\n"
+        "  at most 0.2346: a rotation by so much gets example 3 wrong\n"
+        "  of 100 random rotations by up to 0.9876, 3 made an error: "
+        "with confidence 0.95, at least 0.9243 of all such rotations make none"
+    )
 
 
 @pytest.mark.parametrize("seed", range(8))

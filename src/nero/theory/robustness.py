@@ -13,6 +13,7 @@ from nero.keeping import keeping
 from nero.theory.caps import check_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
+from nero.theory.digits import at_least, at_most
 from nero.theory.layers import Layer, check_mode, layers_of
 from nero.whole import whole
 
@@ -51,17 +52,18 @@ class Robustness:
     limit: float
 
     def __str__(self) -> str:
-        lower = "0" if self.lower is None else f"{self.lower:.4g}"
-        lines = [f"{lower} ≤ α" + (f" ≤ {self.upper:.4g}" if self.upper is not None else "")]
+        lower = "0" if self.lower is None else at_least(self.lower)
+        lines = [f"{lower} ≤ α" + (f" ≤ {at_most(self.upper)}" if self.upper is not None else "")]
         proof = "no proof is known for such a network" if self.lower is None else "proved, layer by layer"
         lines.append(f"  at least {lower}: {proof}")
         if self.upper is None:
             lines.append(f"  no rotation by up to {self.limit:.4g} was found that makes an error")
         else:
-            lines.append(f"  at most {self.upper:.4g}: a rotation by so much gets example {self.example} wrong")
+            lines.append(f"  at most {at_most(self.upper)}: a rotation by so much gets example {self.example} wrong")
         lines.append(
-            f"  of {self.rotations:,} random rotations by up to {self.typical:.4g}, {self.errors:,} made an error: "
-            f"with confidence {self.confidence:.4g}, at least {self.share:.4g} of all such rotations make none"
+            f"  of {self.rotations:,} random rotations by up to {at_least(self.typical)}, {self.errors:,} made an "
+            f"error: with confidence {at_least(self.confidence)}, at least {at_least(self.share)} of all such "
+            "rotations make none"
         )
         return "\n".join(lines)
 

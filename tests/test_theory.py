@@ -230,6 +230,16 @@ def test_the_bound_of_a_model_is_that_of_its_layers():
     assert theory.generalisation_bound(model, 0.5, 1000).layers == ((3, 8),)
 
 
+def test_what_is_frozen_is_taken_as_given():
+    """It may have been trained on the same data before, as when a last layer is tuned."""
+    model = nero.balance_(nn.Sequential(nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)))
+    model[0].requires_grad_(False)
+    found = theory.generalisation_bound(model, 0.5, 1000)
+    assert found.layers == ((3, 5),)
+    assert found.taken_as_given == ("0.weight", "0.bias", "2.bias")
+    assert "taken as fixed before the data were seen: 0.weight, 0.bias, 2.bias" in str(found)
+
+
 def test_padding_is_no_neuron_of_the_bound():
     table = nero.balance_(nn.Embedding(10, 8, padding_idx=3))
     assert theory.generalisation_bound(table, 0.5, 1000).layers == ((9, 8),)

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from nero.balance import is_balanced, paddings_of
-from nero.roles import KINDS
 from nero.theory.caps import cap_measure, check_angle
 from nero.theory.digits import at_least, at_most
 from nero.theory.layers import layers_of
@@ -61,7 +60,7 @@ class GeneralisationBound:
         layers: (neurons, fan-in) of each layer.
         alpha: α, the angle to which solutions are robust.
         log_solutions: ln K.
-        taken_as_given: gains and biases that are trained, and running statistics of batch norm, which have no part in
+        taken_as_given: gains, biases, frozen neurons, and running statistics of batch norm, which have no part in
             the measure: the bound holds for a network in which they were fixed before the data were seen.
     """
 
@@ -173,7 +172,9 @@ def generalisation_bound(
             )
         paddings = paddings_of(network)
         layers = [(layer.neurons - (layer.parameter in paddings), layer.fan_in) for layer in trained]
-        given = [layer.name for layer in layers_of(network, KINDS) if layer.role.kind != "neuron"] + _running(network)
+        measured = {layer.name for layer in trained}
+        parameters = [name for name, each in network.named_parameters() if each.numel() and name not in measured]
+        given = parameters + _running(network)
     else:
         layers, given = _layers(network), []
     if isinstance(log_solutions, bool) or not isinstance(log_solutions, int | float) or not log_solutions < math.inf:

@@ -1431,11 +1431,12 @@ def test_a_run_does_not_end_for_want_of_tensorboard(when, tmp_path, monkeypatch)
     assert told.getvalue().count("going on without it") == 1
 
 
-def test_an_interrupted_command_says_how_to_go_on(command, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("asked", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_command_says_how_to_go_on(asked, status, command, tmp_path, monkeypatch, capsys):
     advance = Supervised.advance
-    monkeypatch.setattr(Supervised, "advance", lambda self: (signal.raise_signal(signal.SIGINT), advance(self)))
+    monkeypatch.setattr(Supervised, "advance", lambda self: (signal.raise_signal(asked), advance(self)))
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 2, "--device", "cpu")
-    assert code == 130
+    assert code == status
     assert told.count("stopped") == told.count("stopped: the same command goes on from what was kept") == 1
     assert "stopped" not in capsys.readouterr().err
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1

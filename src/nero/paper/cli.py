@@ -1,5 +1,6 @@
 """The command ``nero``: whoever doubts a figure of the paper types one command and sees it drawn from their own run."""
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -189,9 +190,10 @@ def _workplace(
 
             try:
                 yield runs
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 console.print("stopped: the same command goes on from what was kept")
-                raise SystemExit(130) from None
+                # as a shell has it of who was ended by a signal; one without a number is Ctrl-C's
+                raise SystemExit(128 + next(iter(interrupt.args), signal.SIGINT)) from None
 
 
 def _load(name: str, folder: Path | None) -> Dataset:

@@ -194,7 +194,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             part.unlink(missing_ok=True)
         # torch.save reports a full disk as a RuntimeError of its own, and an interrupt too
         if isinstance(error.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt from None
+            raise KeyboardInterrupt(*error.__context__.args) from None
         if isinstance(error, OSError | RuntimeError):
             full = getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(_existing(path)).free < 2**20
             reason = "the disk is full: make room" if full else f"{error}: mend that"

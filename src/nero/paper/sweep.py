@@ -47,6 +47,9 @@ def train(
     """Train all of the runs that are not done, so many at a time, and give the records of all.
 
     Killed at any moment, it goes on from the last checkpoints when it is called again; interrupted, from where it was.
+
+    Raises:
+        KeyboardInterrupt: interrupted, with the number of the signal.
     """
     runs = list(dict.fromkeys(runs))
     done = {settings: record for settings in runs if (record := store.record(task, settings)) is not None}
@@ -93,7 +96,7 @@ def train(
                     del training  # lest it be held
                     if interrupted() and (waiting or active) and peers.rank() == 0:  # what is kept now is whole
                         _save(active, store)
-                        raise KeyboardInterrupt
+                        raise KeyboardInterrupt(interrupted())
             except Exception:
                 with suppress(Exception):
                     _save(active, store)
@@ -112,23 +115,23 @@ def _save(active: list[Training], store: Store) -> float:
 
 
 @contextmanager
-def _interrupts(answer: Callable[[], None]) -> Iterator[Callable[[], bool]]:
-    """Whether the user or the system has asked to stop, which is answered at once: a step may take minutes on a CPU.
+def _interrupts(answer: Callable[[], None]) -> Iterator[Callable[[], int]]:
+    """By which signal the user or the system has asked to stop, 0 if by none.
 
-    The second interrupt does not wait for anything.
+    It is answered at once, since a step may take minutes on a CPU. The second does not wait for anything.
     """
-    asked = False
+    asked = 0
 
-    def ask(_: int, __: FrameType | None) -> None:
+    def ask(number: int, _: FrameType | None) -> None:
         nonlocal asked
         if asked:
-            raise KeyboardInterrupt
-        asked = True
+            raise KeyboardInterrupt(number)
+        asked = number
         with suppress(RuntimeError):  # of a stream that is just being written to
             answer()
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # where signals cannot be caught, a checkpoint has to do
+        yield lambda: 0  # where signals cannot be caught, a checkpoint has to do
         return
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
+from io import BytesIO, StringIO
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ pytest.importorskip("typer")
 import distances
 import scipy.linalg
 from matplotlib.image import imread
+from rich.console import Console
 
 import nero
 from nero.paper import judges, sweep
@@ -30,6 +31,7 @@ from nero.paper.loops.adversarial import Adversarial, grid
 from nero.paper.loops.captured import Captured
 from nero.paper.models.biggan import Attention, ConditionalBatchNorm, Down, Pair, Up
 from nero.paper.models.spectral import SpectralNorm, spectral
+from nero.paper.progress import Display
 from nero.paper.protocol import SettingError
 from nero.paper.record import Store, read_records
 from nero.paper.sweep import train
@@ -391,6 +393,23 @@ def test_distances_are_told_when_images_are_looked_at():
     (judge,) = tiny_judges(CPU)
     wanted = judge.gaussian([pixels]).distance(judge.gaussian([training.data.test.pixels]))
     assert training.curve["test_distance"][-1] == pytest.approx(wanted)
+
+
+def test_a_look_at_images_is_shown_while_it_takes(tmp_path, monkeypatch):
+    """On a CPU it takes a minute, in which no step is made."""
+    told, seen = StringIO(), []
+    shown = Display(Console(file=told, width=200), tmp_path, CPU)
+    monkeypatch.setattr(shown.progress, "update", lambda _, **fields: seen.append(fields["metric"]))
+    monkeypatch.setattr(Judge, "gaussian", lambda *_: seen.append("judged") or Gaussian(torch.zeros(1), torch.eye(1)))
+    with shown:
+        train(TINY, [TINY.settings("adam", epochs=1)], made(), Store(tmp_path), shown)
+    assert seen.index("looks at 100 images") < seen.index("judged") < len(seen) - 1
+    assert (
+        seen.count("looks at 100 images")
+        == told.getvalue().count("adam-lr0.0001-seed0-epochs1: looks at 100 images\n")
+        == 1
+    )
+    assert "looks" not in seen[-1]
 
 
 def test_seeds_differ():

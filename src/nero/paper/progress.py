@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +92,7 @@ class Display:
         self._bars[settings] = self.progress.add_task(
             name, total=settings.epochs * training.steps_an_epoch, completed=training.steps_done, metric=""
         )
+        training.tell = partial(self._tell, self._bars[settings], name)
         if training.steps_done:
             self.console.print(f"{name}: goes on from epoch {training.epoch}, step {training.step}")
 
@@ -130,6 +132,11 @@ class Display:
 
     def stopping(self) -> None:
         self.console.print("stopping after this step, to keep what is done; interrupt again to stop at once")
+
+    def _tell(self, bar: TaskID, name: str, what: str) -> None:
+        self.progress.update(bar, metric=what)
+        if not self.console.is_terminal and self.device.type == "cpu":  # a GPU is done before the line is read
+            self.console.print(f"{name}: {what}")
 
     def _write_epochs(self, training: Training) -> None:
         """Those that are known and not yet told."""

@@ -178,6 +178,7 @@ class Adversarial(Training):
 
     def _look(self) -> list[float]:
         """Leave a grid of samples, and tell the distances of generated images: none, if the generator has diverged."""
+        self.tell(f"looks at {JUDGED:,} images")
         made = self._made()
         # what is not a number is no image, and is drawn in grey
         pixels = made.nan_to_num(0.0).mul_(127.5).add_(127.5).round_().byte()

@@ -998,6 +998,28 @@ def test_what_is_no_fault_of_a_checkpoint_is_not_put_down_to_it(loop, where, err
         train(task, [settings], data, store, Watch())
 
 
+@pytest.mark.parametrize("loop", ["supervised", "adversarial", "agent"])
+def test_a_run_leaves_its_weights_if_asked_for(loop, tmp_path):
+    """They fit the task's network as it is made, and what was trained without them is not taken for what has them."""
+    store = Store(tmp_path, weights=True)
+    task, settings, data = begun(loop, store)
+    ended, watch = [], Watch()
+    watch.ended = ended.append
+    train(task, [settings], data, store, watch)
+    network = task.model()
+    network.load_state_dict(torch.load(store.path(task, settings, ".pt"), weights_only=True))
+    trained = ended[0].network.state_dict()
+    assert trained
+    assert all(torch.equal(value, trained[name]) for name, value in network.state_dict().items())
+    assert len(train(task, [settings], data, store, Watch())) == 1
+    store.path(task, settings, ".pt").unlink()
+    with pytest.raises(
+        StoreError, match=r"\.json is of a run whose weights were not kept: move it away to train again"
+    ):
+        train(task, [settings], data, store, Watch())
+    assert len(train(task, [settings], data, Store(tmp_path), Watch())) == 1
+
+
 def test_a_record_of_another_run_is_refused(tmp_path):
     store = Store(tmp_path)
     runs = [TINY.settings("sgd", rate) for rate in (0.01234567, 0.01234572)]
@@ -1221,6 +1243,10 @@ def test_nero_run_and_report(command, tmp_path):
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
     assert code == 0
     assert "1 done before" in told
+    assert not list(tmp_path.rglob("*.pt"))
+    again = ("run", "mnist-reparameterised", "--out", tmp_path / "kept", "--epochs", 1, "--device", "cpu", "--weights")
+    assert command(*again)[0] == 0
+    assert [path.name for path in tmp_path.rglob("*.pt")] == ["sigma-1-lr0.01-seed0-epochs1.pt"]
     code, told = command("report", "--records", tmp_path / "out", "--out", tmp_path / "pages")
     assert code == 0
     assert str(tmp_path / "pages" / "mnist-reparameterised.md") in told

@@ -88,11 +88,12 @@ def run(
     device: Device = "auto",
     out: Out = OUT,
     precision: PrecisionOption = "float32",
+    weights: Annotated[bool, typer.Option("--weights", help="leave the trained weights beside the record")] = False,
 ) -> None:
     """Train once, or go on where a run with the same settings was broken off."""
     chosen = task_named(task)
     settings = chosen.settings(optimiser or next(iter(chosen.contenders)), lr, seed, epochs, precision)
-    with _workplace(chosen, data, device, out, settings.precision, 1) as runs:
+    with _workplace(chosen, data, device, out, settings.precision, 1, weights=weights) as runs:
         runs([settings])
 
 
@@ -152,7 +153,14 @@ def main() -> None:
 
 @contextmanager
 def _workplace(
-    task: Task, data: Path | None, device: str, out: Path, precision: Precision, side_by_side: int | None
+    task: Task,
+    data: Path | None,
+    device: str,
+    out: Path,
+    precision: Precision,
+    side_by_side: int | None,
+    *,
+    weights: bool = False,
 ) -> Iterator[Callable[[list[Settings]], list[dict[str, Any]]]]:
     """A function that trains, once all has been checked and loaded that could end an hour of work in an error."""
     place = _device(device)
@@ -166,7 +174,7 @@ def _workplace(
             raise SettingError("several processes make one run at a time: start them without --side-by-side")
         first = peers.rank() == 0
         console.quiet = not first
-        store = Store(out) if first else Onlooker(out)
+        store = (Store if first else Onlooker)(out, weights=weights)
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in task.model().parameters())
         # weights and two numbers of state a weight at most, of four bytes; the file, and the one it replaces

@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 
 import nero
-from nero.paper.loops.training import Training
+from nero.paper.loops.training import Training, on_cpu
 from nero.paper.protocol import Settings, Task
 
 #: Seconds after which a half-written file is nobody's any more.
@@ -33,10 +33,15 @@ class StoreError(RuntimeError):
 
 
 class Store:
-    """The folder of ``--out``: ``TASK/RUN.json`` is a record, ``TASK/RUN.checkpoint`` a run under way."""
+    """The folder of ``--out``: ``TASK/RUN.json`` is a record, ``TASK/RUN.checkpoint`` a run under way.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Args:
+        root: the folder.
+        weights: whether a run that is done leaves its network's ``state_dict`` as ``TASK/RUN.pt``.
+    """
+
+    def __init__(self, root: Path, *, weights: bool = False) -> None:
+        self.root, self.weights = root, weights
         self.commit = commit()  # now: it may change while runs are under way
         self._commits: dict[Settings, list[str | None]] = {}
 
@@ -74,6 +79,8 @@ class Store:
             raise StoreError(
                 f"{path} is of another run: its {differing[0]} is {record.get(differing[0])!r}; move it away"
             )
+        if self.weights and not self.path(task, settings, ".pt").exists():
+            raise StoreError(f"{path} is of a run whose weights were not kept: move it away to train again")
         return record
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
@@ -141,6 +148,9 @@ class Store:
         """Keep the record of a finished run, and let its checkpoint go."""
         record = self.told(training)
         self.keep(training)  # its verdict may have made some
+        if self.weights:
+            weights = on_cpu(dict(training.network.state_dict()))
+            write_whole(self.path(training.task, training.settings, ".pt"), lambda file: torch.save(weights, file))
         line = json.dumps(record, allow_nan=False) + "\n"
         write_bytes(self.path(training.task, training.settings, ".json"), line.encode())
         checkpoint = self.path(training.task, training.settings, ".checkpoint")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from nero.paper import baselines
 from nero.paper.data import Dataset, Pictures
@@ -64,6 +64,10 @@ class Adversarial(Training):
         self.curve = {name: [] for name in (*LOSSES, *self._distances())}
         self._real: dict[str, Gaussian] = {}
         self._begin(state)
+
+    @property
+    def network(self) -> nn.Module:
+        return self.pair
 
     def advance(self) -> None:
         """Make a step of either network; after the last of an epoch, look at their losses and perhaps at images."""

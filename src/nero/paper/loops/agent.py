@@ -55,6 +55,10 @@ class Agent(Training):
         self._begun = self.played, time.perf_counter()
 
     @property
+    def network(self) -> nn.Module:
+        return self.model
+
+    @property
     def played(self) -> int:
         """Steps made in all games."""
         rounds, turn = divmod(self.steps_done, self._turns)

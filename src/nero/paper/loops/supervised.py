@@ -51,6 +51,10 @@ class Supervised(Training):
                 f"{task.name_of(settings)}: start all by the same command, and let all see the same --out and --data"
             )
 
+    @property
+    def network(self) -> nn.Module:
+        return self.model
+
     def advance(self) -> None:
         """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
         self.amid = False

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nero.paper.data import DataError
 from nero.paper.protocol import Precision, SettingError, Settings, Task
@@ -54,6 +54,11 @@ class Training(ABC):
     @abstractmethod
     def advance(self) -> None:
         """Make one step, and after the last of an epoch what is due then."""
+
+    @property
+    @abstractmethod
+    def network(self) -> nn.Module:
+        """What is trained."""
 
     @property
     def finished(self) -> bool:

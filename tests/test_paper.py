@@ -613,6 +613,18 @@ def test_a_signal_when_all_is_done_is_no_stop(tmp_path):
     assert found["optimiser"] == "nero"
 
 
+@pytest.mark.parametrize(("asked", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_when_the_grid_is_done_stops_the_sweep(asked, status, command, tmp_path, monkeypatch):
+    """It was answered that all stops after this step, and the seeds would take as long again."""
+    finish = Store.finish
+    monkeypatch.setattr(Store, "finish", lambda *given: (finish(*given), signal.raise_signal(asked))[0])
+    arguments = ["sweep", "mnist-reparameterised", "--optimiser", "sigma-1", "--epochs", 1, "--device", "cpu"]
+    code, told = command(*arguments, "--out", tmp_path)
+    assert code == status
+    assert told.count("stopped: the same command goes on from what was kept") == 1
+    assert [each["seed"] for each in read_records(tmp_path)] == [0]
+
+
 def test_side_by_side_equals_one_after_the_other(tmp_path):
     data = made()
     runs = [TINY.settings(name, seed=seed) for name in ("nero", "adam") for seed in (0, 1)]
@@ -715,8 +727,8 @@ def test_checkpoints_of_all_runs_take_their_share_of_the_time(tmp_path, monkeypa
 def test_a_sweep_follows_the_protocol_and_skips_what_is_done(tmp_path):
     data, store, watch = made(), Store(tmp_path), Watch()
 
-    def run(settings):
-        return train(TINY, settings, data, store, watch)
+    def run(settings, more):
+        return train(TINY, settings, data, store, watch, more=more)
 
     best = search(TINY, ["nero", "sgd"], 3, "float32", run)
     assert watch.planned == [(4, 0), (6, 2)]

@@ -94,7 +94,7 @@ def run(
     chosen = task_named(task)
     settings = chosen.settings(optimiser or next(iter(chosen.contenders)), lr, seed, epochs, precision)
     with _workplace(chosen, data, device, out, settings.precision, 1, weights=weights) as runs:
-        runs([settings])
+        runs([settings], False)
 
 
 @app.command()
@@ -161,7 +161,7 @@ def _workplace(
     side_by_side: int | None,
     *,
     weights: bool = False,
-) -> Iterator[Callable[[list[Settings]], list[dict[str, Any]]]]:
+) -> Iterator[Callable[[list[Settings], bool], list[dict[str, Any]]]]:
     """A function that trains, once all has been checked and loaded that could end an hour of work in an error."""
     place = _device(device)
     if precision == "tf32" and place.type != "cuda":
@@ -187,14 +187,14 @@ def _workplace(
             stand_in = found.name if found.name != task.dataset else None
         with Display(console, out, place) if first else nullcontext(Silence()) as watch:
 
-            def runs(asked: list[Settings]) -> list[dict[str, Any]]:
+            def runs(asked: list[Settings], more: bool) -> list[dict[str, Any]]:
                 wanted = [replace(each, data=stand_in) for each in asked]
                 if peers.count() > 1 and not peers.alike([(each, store.record(task, each) is None) for each in wanted]):
                     raise SettingError(
                         "the processes do not have the same runs to make: start all by the same command, and let all "
                         "see the same --out and --data"
                     )
-                return train(task, wanted, found, store, watch, at_a_time)
+                return train(task, wanted, found, store, watch, at_a_time, more=more)
 
             try:
                 yield runs

@@ -42,11 +42,27 @@ class Watch(Protocol):
 
 
 def train(
-    task: Task, runs: Sequence[Settings], data: Dataset, store: Store, watch: Watch, side_by_side: int = 1
+    task: Task,
+    runs: Sequence[Settings],
+    data: Dataset,
+    store: Store,
+    watch: Watch,
+    side_by_side: int = 1,
+    *,
+    more: bool = False,
 ) -> list[dict[str, Any]]:
     """Train all of the runs that are not done, so many at a time, and give the records of all.
 
     Killed at any moment, it goes on from the last checkpoints when it is called again; interrupted, from where it was.
+
+    Args:
+        task: what to train on what.
+        runs: which.
+        data: the task's data set, on the device to train on.
+        store: where records and checkpoints are.
+        watch: told of all.
+        side_by_side: how many at a time.
+        more: whether other runs are to follow these, so that an interrupt counts even if it comes when all are done.
 
     Raises:
         KeyboardInterrupt: interrupted, with the number of the signal.
@@ -103,6 +119,8 @@ def train(
                 raise
             if time.monotonic() > due:
                 due = time.monotonic() + max(PAUSE, SHARE * _save(active, store))
+        if more and interrupted() and peers.rank() == 0:
+            raise KeyboardInterrupt(interrupted())
     return [done[settings] for settings in runs]
 
 
@@ -146,7 +164,7 @@ def search(
     contenders: Sequence[str],
     seeds: int,
     precision: Precision,
-    run: Callable[[list[Settings]], list[dict[str, Any]]],
+    run: Callable[[list[Settings], bool], list[dict[str, Any]]],
     *,
     rates: Sequence[float] | None = None,
     epochs: int | None = None,
@@ -158,7 +176,7 @@ def search(
         contenders: by name.
         seeds: how many seeds at the best rate.
         precision: of all runs.
-        run: trains what is not done and gives the records.
+        run: trains what is not done and gives the records; told whether more is to follow.
         rates: searched instead of the task's grid; with none in it, the paper's best rates are taken as found.
         epochs: fewer than the task's, for a try.
 
@@ -172,7 +190,7 @@ def search(
 
     best = {name: task.contenders[name].best for name in contenders}
     if grid:
-        records = run([settings(name, rate, 0) for name in contenders for rate in grid])
+        records = run([settings(name, rate, 0) for name in contenders for rate in grid], True)
         best = {name: best_rate(task, [r for r in records if r["optimiser"] == name]) for name in contenders}
-    run([settings(name, best[name], seed) for name in contenders for seed in range(seeds)])
+    run([settings(name, best[name], seed) for name in contenders for seed in range(seeds)], False)
     return best

@@ -946,6 +946,20 @@ def begun(loop, store):
         ("supervised", ["run", "data"], None, "lacks 'data' of its run"),
         ("supervised", ["commits"], 0, "lacks 'commits'"),
         ("supervised", ["curve", "test_loss"], None, "does not fit .*differ in test_loss"),
+        ("supervised", ["curve", "test_loss"], [1.0], "1 values of test_loss for 0 epochs"),
+        ("supervised", ["curve", "test_loss"], (), "no list of test_loss for 0 epochs"),
+        ("supervised", ["epoch"], 1, "0 values of train_loss for 1 epoch"),
+        ("supervised", ["epoch"], 4, "epoch 4, step 1 of 3 epochs of 3"),
+        ("supervised", ["epoch"], 3, "epoch 3, step 1 of 3 epochs of 3"),
+        ("supervised", ["epoch"], -1, "epoch is -1"),
+        ("supervised", ["epoch"], True, "epoch is True"),
+        ("supervised", ["step"], 4, "epoch 0, step 4 of 3 epochs of 3"),
+        ("supervised", ["step"], -1, "step is -1"),
+        ("supervised", ["seconds"], "long", "seconds is 'long'"),
+        ("supervised", ["seconds"], math.nan, "seconds is nan"),
+        ("supervised", ["beside"], 1.5, r"beside is 1\.5"),
+        ("adversarial", ["epoch"], 99, "epoch 99, step 1 of"),
+        ("agent", ["step"], 10**6, "epoch 0, step 1000000 of"),
         ("adversarial", ["pair"], None, "lacks 'pair'"),
         ("adversarial", ["pair", "generator.first.bias"], torch.ones(2), "size mismatch"),
         ("adversarial", ["optimisers", "generator"], None, "lacks 'generator'"),
@@ -986,6 +1000,17 @@ def test_a_checkpoint_that_does_not_fit_is_named(loop, within, value, words, tmp
         train(task, [settings], data, store, Watch())
     assert "\n" not in str(told.value)
     assert path.read_bytes() == kept
+
+
+def test_a_checkpoint_whose_curve_holds_no_numbers_is_named(tmp_path):
+    store, settings = Store(tmp_path), TINY.settings("sgd")
+    training = Supervised(TINY, settings, made())
+    while not training.epoch:
+        training.advance()
+    training.curve["test_loss"] = ["low"]
+    store.save(training)
+    with pytest.raises(StoreError, match=r"checkpoint has what does not fit \('low' in test_loss\), .*: delete it"):
+        train(TINY, [settings], made(), store, Watch())
 
 
 @pytest.mark.parametrize("loop", ["supervised", "adversarial", "agent"])

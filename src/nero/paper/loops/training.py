@@ -111,6 +111,14 @@ class Training(ABC):
         """Stand where :meth:`state` was called."""
         if differing := set(state["curve"]) ^ set(self.curve):
             raise ValueError(f"its curve and the run's differ in {', '.join(sorted(differing))}")
+        for name, kind in (("epoch", int), ("step", int), ("seconds", float), ("beside", int), ("resumed", int)):
+            if type(state[name]) is not kind or not state[name] >= 0:
+                raise ValueError(f"{name} is {state[name]!r}")
+        epoch, step = state["epoch"], state["step"]
+        if epoch > self.settings.epochs or step > self.steps_an_epoch or (step and epoch == self.settings.epochs):
+            raise ValueError(f"epoch {epoch}, step {step} of {self.settings.epochs} epochs of {self.steps_an_epoch}")
+        if fault := fault_of(state["curve"], epoch):
+            raise ValueError(fault)
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
         self._spent, self.beside, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
 
@@ -141,6 +149,17 @@ class Training(ABC):
     def _on_stream(self) -> AbstractContextManager[Any]:
         """On a GPU, on a stream of the run's own."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def fault_of(curve: dict[str, Any], epochs: int) -> str:
+    """What a curve of so many epochs has that it should not; mostly nothing."""
+    for name, values in curve.items():
+        if not isinstance(values, list) or len(values) != epochs:
+            count = f"{len(values)} values" if isinstance(values, list) else "no list"
+            return f"{count} of {name} for {epochs} {'epoch' if epochs == 1 else 'epochs'}"
+        if odd := [value for value in values if value is not None and type(value) not in (int, float)]:
+            return f"{odd[0]!r} in {name}"
+    return ""
 
 
 def on_cpu(value: Any) -> Any:

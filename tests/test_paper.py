@@ -1070,6 +1070,27 @@ def test_a_record_of_another_run_is_refused(tmp_path):
         train(replace(TINY, batch=4), runs[:1], made(), store, Watch())
 
 
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"test_accuracy": [0.1, 0.2]}, "2 values of test_accuracy for 3 epochs"),
+        ({"test_accuracy": ["a", "b", "c"]}, "'a' in test_accuracy"),
+        ({"test_accuracy": [math.nan] * 3}, "nan in test_accuracy"),
+        ({"test_accuracy": 0.2}, "no list of test_accuracy"),
+        (None, "no test_accuracy"),
+    ],
+)
+def test_a_record_without_its_numbers_is_not_taken_for_done(part, words, tmp_path):
+    """A sweep chooses its rate by them, and a report would refuse it in the end."""
+    store, settings = Store(tmp_path), TINY.settings("sgd")
+    (found,) = train(TINY, [settings], made(), store, Watch())
+    curve = {name: values for name, values in found["curve"].items() if part or name != "test_accuracy"}
+    path = store.path(TINY, settings, ".json")
+    path.write_text(json.dumps({**found, "curve": {**curve, **(part or {})}}))
+    with pytest.raises(StoreError, match=rf"{path} has {words}.*: move it away"):
+        train(TINY, [settings], made(), store, Watch())
+
+
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     store = Store(tmp_path)
     old, new = (tmp_path / "tiny" / f"sgd-lr0.1-seed0.checkpoint.{process}.part" for process in (1, 2))
@@ -1203,7 +1224,7 @@ def test_a_run_that_diverges_is_recorded(tmp_path):
 def test_broken_records_are_named(tmp_path):
     (tmp_path / "tiny").mkdir()
     good = {"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0}
-    for text in ("{", "[]", "{}", json.dumps({**good, "curve": {}}), json.dumps({**good, "curve": None})):
+    for text in ("{", "[" * 99_999, "[]", "{}", json.dumps({**good, "curve": {}}), json.dumps({**good, "curve": None})):
         (tmp_path / "tiny" / "broken.json").write_text(text)
         with pytest.raises(StoreError, match=r"broken\.json is not a record"):
             read_records(tmp_path)

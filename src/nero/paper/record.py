@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 
 import nero
-from nero.paper.loops.training import Training, on_cpu
+from nero.paper.loops.training import Training, fault_of, on_cpu
 from nero.paper.protocol import Settings, Task
 
 #: Seconds after which a half-written file is nobody's any more.
@@ -79,6 +79,9 @@ class Store:
             raise StoreError(
                 f"{path} is of another run: its {differing[0]} is {record.get(differing[0])!r}; move it away"
             )
+        curve = record["curve"]
+        if fault := fault_of(curve, settings.epochs) if task.metric in curve else f"no {task.metric}":
+            raise StoreError(f"{path} has {fault}: move it away, and the run is made again")
         if self.weights and not self.path(task, settings, ".pt").exists():
             raise StoreError(f"{path} is of a run whose weights were not kept: move it away to train again")
         return record
@@ -278,7 +281,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError("it is JSON, but no record of a run")
         if not record["curve"] or not all(record["curve"].values()):
             raise ValueError("its curve is not whole")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path} is not a record: {error}") from error
     return record
 

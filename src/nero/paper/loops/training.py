@@ -1,5 +1,6 @@
 """A run under way: what records, checkpoints and the display ask of it, whatever its loop does in a step."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -157,8 +158,9 @@ def fault_of(curve: dict[str, Any], epochs: int) -> str:
         if not isinstance(values, list) or len(values) != epochs:
             count = f"{len(values)} values" if isinstance(values, list) else "no list"
             return f"{count} of {name} for {epochs} {'epoch' if epochs == 1 else 'epochs'}"
-        if odd := [value for value in values if value is not None and type(value) not in (int, float)]:
-            return f"{odd[0]!r} in {name}"
+        for value in values:
+            if value is not None and (type(value) not in (int, float) or not abs(value) < math.inf):
+                return f"{value!r} in {name}"
     return ""
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import pytest
@@ -830,6 +830,33 @@ def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_whole(path, lambda file: file.write(b"second"))
     assert [each.name for each in path.parent.iterdir()] == ["file"]
     assert path.read_bytes() == b"first"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "the disk is full: make room"),
+        (errno.EDQUOT, "the disk is full: make room"),
+        (errno.EFBIG, "File too large: mend that"),
+    ],
+)
+def test_what_ails_the_disk_is_told_where_torch_writes(number, words, tmp_path, monkeypatch):
+    """When torch's writer closes it complains of its own, and what was written by then is gone: there is room again."""
+
+    class Disk(BytesIO):
+        def write(self, content):
+            if self.tell() > 2**16:
+                raise OSError(number, os.strerror(number))
+            return super().write(content)
+
+    def full(path, *_):
+        path.touch()
+        return Disk()
+
+    monkeypatch.setattr(record.Path, "open", full)
+    with pytest.raises(StoreError, match=rf"cannot write .*{words}, run the same command again"):
+        write_whole(tmp_path / "file", lambda file: torch.save({"weights": torch.zeros(2**16)}, file))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_stops_a_run_with_word_and_loses_nothing(tmp_path, monkeypatch):

@@ -209,8 +209,10 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt(*error.__context__.args) from None
         if isinstance(error, OSError | RuntimeError):
-            full = getattr(error, "errno", None) == errno.ENOSPC or shutil.disk_usage(_existing(path)).free < 2**20
-            reason = "the disk is full: make room" if full else f"{error}: mend that"
+            found = error.__context__ if isinstance(error.__context__, OSError) else error
+            full = getattr(found, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            full = full or shutil.disk_usage(_existing(path)).free < 2**20
+            reason = "the disk is full: make room" if full else f"{found}: mend that"
             raise StoreError(
                 f"cannot write {path}: {reason}, run the same command again, and it goes on from what was kept"
             ) from error

@@ -273,6 +273,12 @@ def test_one_odd_image_does_not_decide_the_crop(tmp_path: Path, monkeypatch: pyt
     ]
 
 
+def test_images_of_a_pixel_are_refused(tmp_path: Path):
+    """Seven eighths of it are none, and the network said so in a traceback."""
+    with pytest.raises(DataError, match=r"the images of .*small are a pixel wide or high"):
+        kept_or_read(find(made(tmp_path / "small", size=(1, 9))), Readers(0))
+
+
 def test_images_of_many_sizes_are_read(tmp_path: Path):
     folder = made(tmp_path)
     image(folder / "val" / "b" / "1.JPEG", (24, 50))  # which is met while the others are decoded

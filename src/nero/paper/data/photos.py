@@ -318,6 +318,8 @@ def kept_or_read(found: Classes, who: Readers) -> Photos:
     some = min(SAMPLE, len(files))
     seen = [readers.size_of(files[each * len(files) // some]) for each in range(some)]
     short = min(SHORT, statistics.median_low(min(size) for size in seen))
+    if short < 2:
+        raise DataError(f"the images of {found.folder} are a pixel wide or high: a network needs more to see")
     named = found.name(short), found.classes, short, who
     needed = (len(files) + len(found.test.files)) * seen[0][0] * seen[0][1] * 3
     if set(seen) == {seen[0]} and min(seen[0]) <= SHORT and needed <= ROOM:

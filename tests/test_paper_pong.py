@@ -450,6 +450,15 @@ def test_an_agent_is_scored_without_chance(tmp_path):
     assert record["shown_return"] < record["shown_length"]
 
 
+def test_what_an_agent_plays_in_the_end_is_told_first(monkeypatch):
+    """On a CPU that takes minutes, in which no step is made."""
+    training, told = Agent(TINY, TINY.settings("adam"), ECHO, ppo=SMALL), []
+    training.tell = told.append
+    monkeypatch.setattr(Game, "score", lambda *_: told.append("played") or [1.0])
+    training.verdict()
+    assert told == ["plays 9 episodes, to end with", "played"]
+
+
 def test_a_film_is_not_too_large(monkeypatch):
     pictures = [torch.randint(256, (40, 30, 3), dtype=torch.uint8) for _ in range(40)]
     with Image.open(BytesIO(film.gif(pictures))) as whole:

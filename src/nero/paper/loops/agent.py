@@ -107,6 +107,7 @@ class Agent(Training):
             return logits.argmax(1).cpu()
 
         rate, apart = self.played / self.seconds, self.settings.seed + AFAR
+        self.tell(f"plays {1 + EPISODES * self.ppo.games} episodes, to end with")
         with self._on_stream(), products_in(self.settings.precision):
             pictures, total, length = self.game.show(choose, self.settings.seed, LONGEST, PICTURES)
             greedy = self.game.score(likeliest, apart, self.ppo.games, EPISODES, EPISODES * LONGEST)

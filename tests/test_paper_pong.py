@@ -8,6 +8,8 @@ import re
 import signal
 import sys
 import threading
+import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from io import BytesIO, StringIO
@@ -604,6 +606,24 @@ def test_an_emulator_that_cannot_start_is_told_in_a_line(monkeypatch):
     game = load("pong")
     with pytest.raises(DataError, match=r"cannot start Pong \(RuntimeError: Resource temporarily .*: install it anew"):
         game.play(2, seed=0)
+
+
+def test_whoever_waits_for_orders_holds_no_game():
+    """An emulator that is let go must end in the thread that lets it go, since others may end before it does."""
+    orders, answers = queue.SimpleQueue(), queue.SimpleQueue()
+    threading.Thread(target=arcade._serve, args=(orders, answers), daemon=True).start()
+    games = Echo(1)
+    kept = weakref.ref(games)
+    for order in (games.frames, partial(games.reset, seed=None, options={})):  # the second fails
+        orders.put(order)
+        answers.get()
+    del games, order
+    for _ in range(200):
+        if kept() is None:
+            break
+        time.sleep(0.01)
+    assert kept() is None
+    orders.put(None)
 
 
 def test_whoever_was_stopped_waits_a_little_longer(monkeypatch):

@@ -258,6 +258,7 @@ def _serve(orders: "queue.SimpleQueue[Callable[[], Any] | None]", answers: "queu
             answers.put(order())
         except Exception as error:
             answers.put(error)
+        del order  # it holds the emulator, which must not end here: as Python ends, too, that would end the process
 
 
 def pong(_: Folder) -> Game:

@@ -456,6 +456,30 @@ def test_tensor_lr_is_the_float_lr(backend: str):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
+def test_groups_have_tensors_of_their_own_as_rates():
+    """One tensor for all would be made smaller once for each group."""
+    given = torch.tensor(0.01)
+    optimiser = nero.Nero(network(), lr=given)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimiser, factor=0.1, patience=0)
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    rates = [float(group["lr"]) for group in optimiser.param_groups]
+    assert rates == pytest.approx([0.001] * 4)
+    for group in optimiser.param_groups:
+        group["lr"] *= 0.5
+    saved = optimiser.state_dict()
+    for group in saved["param_groups"]:  # as those had it that were written before
+        group["lr"] = saved["param_groups"][0]["lr"]
+    loaded = nero.Nero(network(), lr=given)
+    loaded.load_state_dict(saved)
+    for group in loaded.param_groups:
+        group["lr"] *= 0.5
+    assert [float(group["lr"]) for group in loaded.param_groups] == pytest.approx([0.00025] * 4)
+    loaded.add_param_group({"params": nn.Linear(3, 2)})
+    assert float(loaded.param_groups[-1]["lr"]) == pytest.approx(0.01)
+    assert float(given) == pytest.approx(0.01)
+
+
 # -- the ecosystem ---------------------------------------------------------------------------
 
 

@@ -59,8 +59,9 @@ class Nero(Counting):
         params: a module, whose layers then say which parameter is what; or, as for any optimiser
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
-            of one element (then ``torch.compile`` does not recompile when it changes). ``"auto"`` is short for
-            ``lr=0.08, depth="auto"``: an angle that is smaller the deeper the module is.
+            of one element (then ``torch.compile`` does not recompile when it changes), of which every group has a copy
+            of its own: change it there. ``"auto"`` is short for ``lr=0.08, depth="auto"``: an angle that is smaller the
+            deeper the module is.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
@@ -182,6 +183,7 @@ class Nero(Counting):
                 super().add_param_group(self._like_the_others(given))
                 group = self.param_groups[-1]
                 check_options(group)
+                group["lr"] = _own(group["lr"])
                 roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
                 self._roles.update(zip(group["params"], roles, strict=True))
                 self._waiting.append(group)
@@ -273,6 +275,7 @@ class Nero(Counting):
                 {
                     **saved,
                     **{key: own[key] for key in ("backend", "role", "fan_in_axes", "fan_in_groups")},
+                    "lr": _own(saved["lr"]),
                     "depth": own["depth"]  # if it was counted already, that is kept
                     if saved.get("depth") == "auto" and own["depth"] != 1
                     else saved.get("depth", 1.0),
@@ -468,6 +471,11 @@ class Nero(Counting):
         elif not any(named) and "param_names" not in group:
             params = [(f"group{len(self.param_groups)}.{index}", each) for index, each in enumerate(params)]
         return {**self._depth_of_the_others(), **group, "params": params}
+
+
+def _own(lr: float | Tensor) -> float | Tensor:
+    """A rate for one group alone: a tensor that several have in common would change once for each of them."""
+    return lr.detach().clone() if isinstance(lr, Tensor) else lr
 
 
 def _settings(group: dict[str, Any]) -> Settings:

@@ -405,6 +405,33 @@ def test_bad_parameters(parameter, kind: type[Exception], message: str):
         nero.Nero([("good", nn.Parameter(torch.randn(3, 2))), ("odd", nn.Parameter(parameter()))])
 
 
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (lambda: torch.randn(3, 2, dtype=torch.complex64), "odd is complex.*view_as_real"),
+        (lambda: torch.randn(3, 2).to(torch.float8_e4m3fn), "odd is torch.float8_e4m3fn.*bfloat16 or wider"),
+        (lambda: torch.randn(3, 2, device="meta"), "odd is on the meta device.*to_empty"),
+    ],
+    ids=["complex", "float8", "meta"],
+)
+def test_what_cannot_be_trained_may_be_frozen(odd, message: str):
+    """As a base of quantised weights is under LoRA; it is refused where it is trained after all."""
+    model = nn.Linear(2, 3)
+    model.register_parameter("odd", nn.Parameter(odd(), requires_grad=False))
+    optimiser = nero.Nero(model)
+    assert nero.is_balanced(nero.balance_(model))
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.randn(3, 2)
+    optimiser.step()
+    assert not torch.equal(model.weight, before)
+    optimiser.load_state_dict(optimiser.state_dict())
+    model.odd.requires_grad_()
+    model.odd.grad = torch.zeros_like(model.odd)
+    with pytest.raises((TypeError, ValueError), match=message):
+        optimiser.step()
+    assert model.odd not in optimiser.state
+
+
 def test_flat_parameters_of_fsdp1():
     flat = nn.Parameter(torch.randn(10))
     flat._is_flat_param = True

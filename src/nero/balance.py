@@ -265,7 +265,7 @@ def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.P
     roles = roles_of(model)
     parameters = dict(model.named_parameters())
     for name, role in roles.items():
-        if parameters[name].is_complex():
+        if parameters[name].is_complex() and (frozen or parameters[name].requires_grad):
             raise TypeError(f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
         if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
             if parameters[name].requires_grad:

@@ -14,21 +14,27 @@ from nero.balance import check_memory
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
-    """Raise if a parameter is none that Nero can train."""
+    """Raise if a parameter is none that Nero can train; of a frozen one, only if it could not even be left alone."""
     if is_lazy(parameter):
         raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
-    if parameter.is_complex():
-        raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
-    if parameter.is_floating_point() and parameter.dtype.itemsize < 2:
-        raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
-    check_memory(name, parameter)
     if getattr(parameter, "_is_flat_param", False):
         raise TypeError(
             f"{name} is a flat parameter of FSDP1, which cuts through neurons: shard with "
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
-    if parameter.requires_grad and not bool(parameter.detach().isfinite().all()):
-        raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
+    if parameter.requires_grad:
+        check_kind(name, parameter)
+        if not bool(parameter.detach().isfinite().all()):
+            raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
+
+
+def check_kind(name: str, parameter: Tensor) -> None:
+    """Raise if a parameter's numbers are none that Nero can train. No accelerator is waited for."""
+    if parameter.is_complex():
+        raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
+    if parameter.dtype.itemsize < 2:
+        raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
+    check_memory(name, parameter)
 
 
 def check_counts(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from nero import backends
 from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_backend, check_counts, check_lr, check_options, check_parameter
+from nero.checks import check_backend, check_counts, check_kind, check_lr, check_options, check_parameter
 from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
@@ -318,8 +318,10 @@ class Nero(Counting):
         if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
             self._roles[parameter] = role_in(group, parameter)
         role = self._roles[parameter]
-        state = self.state[parameter]
-        if not state:
+        state = self.state.get(parameter)
+        if not state:  # it was frozen when it was added, and so not looked at
+            index = next(i for i, each in enumerate(group["params"]) if each is parameter)
+            check_kind(name_of(self.param_groups, group, index), parameter)
             state = self._take_in(parameter, role, group)
         dtype = statistics_dtype(parameter.dtype)
         if state["grad_norm"].dtype != dtype:  # the parameter was cast since

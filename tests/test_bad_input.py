@@ -323,6 +323,20 @@ def test_bad_options(options: dict, message: str, where: str):
     assert len(optimiser.param_groups) == 2, "nothing half-added"
 
 
+def test_auto_as_the_rate_of_one_group_says_what_to_do_instead():
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=r"lr=0\.08.*count_depth"):
+        nero.Nero(nero.param_groups(layer, lr="auto"))
+    optimiser = nero.Nero(nero.param_groups(layer, lr=0.08))
+    optimiser.count_depth(layer)
+    layer(torch.randn(4, 3)).square().mean().backward()
+    optimiser.step()
+    assert {group["depth"] for group in optimiser.param_groups} == {1.0}
+    optimiser.param_groups[0]["lr"] = "auto"
+    with pytest.raises(ValueError, match="no rate of one group"):
+        optimiser.step()
+
+
 def test_an_error_leaves_the_model_as_it_was():
     """What comes before the bad parameter is not balanced either."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.ParameterList([torch.ones(2, dtype=torch.complex64)]))

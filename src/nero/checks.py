@@ -63,6 +63,11 @@ def check_lr(lr: object, wait: bool = True) -> None:
     """Raise if a learning rate makes no sense. Without wait, no accelerator is waited for."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
+    if isinstance(lr, str) and lr == "auto":
+        raise ValueError(
+            "lr='auto' is no rate of one group, but for all of them, as in nero.Nero(model, lr='auto'): give the group "
+            "lr=0.08, and have its depth counted by optimiser.count_depth(model), or give it"
+        )
     if wait or not isinstance(lr, Tensor) or lr.device.type == "cpu":
         value = lr.item() if isinstance(lr, Tensor) else lr
         _number("lr", value, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)

@@ -187,6 +187,18 @@ def test_an_edited_optimiser_loads_its_own_checkpoint():
     assert nero.is_balanced(model)
 
 
+def test_a_checkpoint_loads_after_a_logger_asked_for_the_state_of_frozen_layers():
+    """Asking torch's dict of states for one that is not there puts an empty one into it, which is saved."""
+    model = network()
+    model[4].requires_grad_(False)
+    optimiser = nero.Nero(model)
+    train(model, optimiser, range(2))
+    assert sum(not optimiser.state[each] for group in optimiser.param_groups for each in group["params"]) == 2
+    loaded = nero.Nero(copy.deepcopy(model))
+    loaded.load_state_dict(optimiser.state_dict())
+    assert len(loaded.state) == len(optimiser.state) - 2
+
+
 def test_loading_copies():
     model = network()
     optimiser = nero.Nero(model)

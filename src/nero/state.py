@@ -91,7 +91,8 @@ def checked_state(
                     f"the checkpoint has {name} as {_told(saved_role)}, this optimiser as {_told(role)}: make it as "
                     "the one was made that wrote it"
                 )
-            if key in saved_state:
+            # an empty one is what is left where somebody asked for the state of a frozen parameter
+            if key in saved_state and saved_state[key] != {}:
                 checked[parameter] = _checked_entry(name, parameter, role, saved_state[key])
     return checked
 

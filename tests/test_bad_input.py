@@ -512,6 +512,11 @@ def _with_nan_average(saved: dict) -> dict:
     return saved
 
 
+def _with_average(saved: dict, average: object) -> dict:
+    saved["state"][3]["grad_norm"] = average
+    return saved
+
+
 def _without_average(saved: dict) -> dict:
     saved["state"][3].pop("grad_norm")
     return saved
@@ -533,6 +538,12 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
         (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias is shaped \(1,\)"),
         (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None where"),
         (lambda: _with_nan_average(_checkpoint(MODEL())), "must be finite"),
+        (lambda: _with_average(_checkpoint(MODEL()), torch.full((2,), 1e300, dtype=torch.float64)), "must be finite"),
+        (
+            lambda: _with_average(_checkpoint(MODEL()), "large"),
+            r"grad_norm of 1\.bias must be a tensor, but .* 'large'",
+        ),
+        (lambda: _with_average(_checkpoint(MODEL()), None), r"grad_norm of 1\.bias must be a tensor, but it is None"),
         (
             lambda: _with_other_axes(_checkpoint(MODEL())),
             r"0\.weight as a neuron of fan-in axes \(0,\), this",

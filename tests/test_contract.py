@@ -199,6 +199,22 @@ def test_a_checkpoint_loads_after_a_logger_asked_for_the_state_of_frozen_layers(
     assert len(loaded.state) == len(optimiser.state) - 2
 
 
+def test_notes_among_the_state_are_loaded_as_they_were_saved():
+    model = network()
+    optimiser = nero.Nero(model)
+    optimiser.state["note"] = 3
+    optimiser.state[model[0].weight] |= {"drift": torch.tensor([-1.0, -math.inf]), "who": "me"}
+    loaded = nero.Nero(model)
+    loaded.load_state_dict(optimiser.state_dict())
+    assert loaded.state["note"] == 3
+    own = loaded.state[model[0].weight]
+    assert own["who"] == "me"
+    assert own["drift"].tolist() == [-1.0, -math.inf]
+    assert own["drift"] is not optimiser.state[model[0].weight]["drift"]
+    train(model.double(), loaded, range(2))
+    assert own["drift"].dtype == torch.float32
+
+
 def test_loading_copies():
     model = network()
     optimiser = nero.Nero(model)

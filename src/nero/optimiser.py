@@ -261,14 +261,14 @@ class Nero(Counting):
         """Load what :meth:`state_dict` gave; either all of it or, with an error, nothing.
 
         Statistics keep their precision whatever the parameters' dtype. The backend, and how roles were told, stay
-        as this optimiser was made.
+        as this optimiser was made. What others have put among the state comes back as it was saved.
 
         Raises:
             ValueError: if the checkpoint is of another model or optimiser, or lacks options.
         """
-        loaded: dict[Tensor, dict[str, Tensor]] = {}
+        loaded: dict[Tensor, dict[str, Any]] = {}
 
-        # torch casts state to the parameter's dtype, so it is handed none, between its own hooks
+        # torch casts state to the parameter's dtype, so it is handed none of a parameter, between its own hooks
         def withhold(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
             loaded.update(checked_state(incoming, self.param_groups, set(self.defaults)))
             groups = [
@@ -282,7 +282,9 @@ class Nero(Counting):
                 }
                 for saved, own in zip(incoming["param_groups"], self.param_groups, strict=True)
             ]
-            return {**incoming, "state": {}, "param_groups": groups}
+            ours = {key for saved in incoming["param_groups"] for key in saved["params"]}
+            notes = {key: value for key, value in incoming["state"].items() if key not in ours}
+            return {**incoming, "state": notes, "param_groups": groups}
 
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"not an optimiser's state_dict, but a {type(state_dict).__name__}")
@@ -325,7 +327,7 @@ class Nero(Counting):
             state = self._take_in(parameter, role, group)
         dtype = statistics_dtype(parameter.dtype)
         if state["grad_norm"].dtype != dtype:  # the parameter was cast since
-            state.update({key: each.to(dtype) for key, each in state.items() if key not in ("step", "skipped")})
+            state.update({key: state[key].to(dtype) for key in ("grad_norm", "scale", "radius") if key in state})
         if group["fix_norm"] == "initial" and role.kind == "neuron" and "radius" not in state:
             state["radius"] = initial_radius(parameter, role)
         if role.fan_in_groups > 1:

@@ -1,6 +1,7 @@
-"""What an optimiser keeps of its parameters, and a checkpoint of it: all that is saved must be ours."""
+"""What an optimiser keeps of its parameters, and a checkpoint of it: all that goes by our names must be ours."""
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def state_shape(parameter: Tensor, role: Role) -> list[int]:
 
 def checked_state(
     incoming: Mapping[str, Any], groups: list[dict[str, Any]], options: set[str]
-) -> dict[Tensor, dict[str, Tensor]]:
+) -> dict[Tensor, dict[str, Any]]:
     """The state of a checkpoint by parameter, cast and placed.
 
     Args:
@@ -101,8 +102,8 @@ def _told(role: Role) -> str:
     return f"a {role.kind}" + (f" of fan-in axes {role.fan_in_axes}" if role.fan_in_axes else "")
 
 
-def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Tensor]:
-    """One parameter's saved state, on its device and in the statistics' dtype."""
+def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Any]:
+    """One parameter's saved state, on its device and in the statistics' dtype; notes of others' as they are."""
     by_neuron = tuple(state_shape(parameter, role))
     wanted = {"step": (), "grad_norm": by_neuron, "skipped": ()}
     if role.kind != "neuron":
@@ -115,16 +116,23 @@ def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> d
         )
     wanted["radius"] = by_neuron  # if it is there: it is made when first asked for
     dtypes = {"step": torch.float32, "skipped": torch.int64}
-    state = {}
+    state: dict[str, Any] = {}
     for key, value in entry.items():
-        tensor = torch.as_tensor(value).detach()
-        if key in wanted and tuple(tensor.shape) != wanted[key]:
+        if key not in wanted:  # somebody's note: it is none of ours
+            state[key] = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
+            continue
+        try:
+            tensor = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"the checkpoint's {key} of {name} must be a tensor, but it is {value!r}") from error
+        if tuple(tensor.shape) != wanted[key]:
             raise ValueError(
                 f"the checkpoint's {key} of {name} is shaped {tuple(tensor.shape)} where {wanted[key]} is needed: it "
                 "is of another model"
             )
-        if tensor.is_complex() or not bool(((tensor >= 0) & tensor.isfinite()).all()):
-            raise ValueError(f"the checkpoint's {key} of {name} must be finite and not negative")
         dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
+        # as it came, and as it will be: what is finite in float64 may not be in float32
+        if tensor.is_complex() or not bool(((tensor >= 0) & tensor.isfinite() & tensor.to(dtype).isfinite()).all()):
+            raise ValueError(f"the checkpoint's {key} of {name} must be finite in {dtype} and not negative")
         state[key] = tensor.to(device=parameter.device, dtype=dtype, copy=True)
     return state

@@ -202,6 +202,17 @@ def test_balance_after_step_wants_a_known_constraint():
         nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, fix_norm="x")
 
 
+@pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
+@pytest.mark.parametrize("options", [{"fix_norm": "initial"}, {"fix_norm": None}, {"fix_mean": "no"}], ids=str)
+def test_constraints_are_on_or_off(call, options: dict):
+    """What holds norms to their start elsewhere would be taken for true, and set them to one."""
+    layer = nn.Linear(8, 4)
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"must be True or False.*fix_norm=False"):
+        call(layer, **options)
+    assert torch.equal(layer.weight, before)
+
+
 def test_complex_neurons_are_refused():
     with pytest.raises(TypeError, match=r"complex.*view_as_real"):
         nero.balance_(nn.Linear(3, 2, dtype=torch.complex64))

@@ -97,7 +97,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
 
     Raises:
         TypeError: something that is not a module, a complex parameter.
-        ValueError: a model on the meta device.
+        ValueError: a constraint that is neither on nor off, a model on the meta device.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -106,6 +106,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
         >>> is_balanced(balance_(model))
         True
     """
+    _check_constraints(fix_mean, fix_norm)
     for _, parameter, role in list(_neurons(model)):  # all are looked at before any is changed
         balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=fix_norm)
     return model
@@ -136,8 +137,9 @@ def is_balanced(
 
     Raises:
         TypeError: something that is not a module, a complex parameter.
-        ValueError: a model without neurons to train, or on the meta device.
+        ValueError: a constraint that is neither on nor off, a model without neurons to train, or on the meta device.
     """
+    _check_constraints(fix_mean, fix_norm)
     neurons = list(_neurons(model))
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
@@ -259,6 +261,15 @@ def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
         raise ValueError(f"{type(module).__name__}.{name} is a {role.kind} ({role.why}): it has no fan-in to centre")
     parametrize.register_parametrization(module, name, CentredWeightNorm(role))
     return module
+
+
+def _check_constraints(fix_mean: object, fix_norm: object) -> None:
+    """Raise unless each is on or off: with ``"initial"``, which others take, neurons would lose their norms here."""
+    if fix_mean not in (True, False) or fix_norm not in (True, False):
+        raise ValueError(
+            f"fix_mean and fix_norm must be True or False here, but they are {fix_mean!r} and {fix_norm!r}; "
+            "fix_norm=False leaves norms as they are"
+        )
 
 
 def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:

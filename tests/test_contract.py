@@ -727,6 +727,21 @@ def test_a_parameter_that_changes_its_group_takes_that_groups_options(backend: s
     assert [round(gain[0].item(), 5) for gain in gains] == [0.8, 0.9, 1.0]
 
 
+@pytest.mark.parametrize("edit", [{"role": "gain", "fan_in_axes": None}, {"fan_in_axes": (0,)}], ids=str)
+def test_a_role_that_is_told_anew_stops_the_step(backend: str, edit: dict):
+    """It was not heeded, until a copy of the optimiser ended in an error of torch's."""
+    layer = nn.Linear(6, 4)
+    optimiser = nero.Nero(layer, backend=backend)
+    optimiser.param_groups[0].update(edit)
+    before = layer.weight.detach().clone()
+    fill_grads(layer, 0)
+    with pytest.raises(ValueError, match=r"weight was added as a neuron of fan-in axes \(1,\), and its group now says"):
+        optimiser.step()
+    assert torch.equal(layer.weight, before)
+    optimiser.param_groups[0].update(role="neuron", fan_in_axes=(1,))
+    optimiser.step()
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
 def test_a_model_that_changes_its_dtype_after_the_optimiser_was_made(backend: str, dtypes: tuple[torch.dtype, ...]):
     if backend == "triton":  # for float32 state and parameters it is there; what else there is goes to others

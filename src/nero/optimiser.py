@@ -17,7 +17,7 @@ from nero.checks import check_backend, check_counts, check_kind, check_lr, check
 from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
-from nero.state import Part, checked_state, name_of, role_in
+from nero.state import Part, checked_state, name_of, role_in, told
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
@@ -358,9 +358,20 @@ class Nero(Counting):
         if options != self._options:
             for group in self.param_groups:
                 check_options(group, wait=False)
+                self._check_roles(group)
             self._options, self._planned = options, None
         for group in self.param_groups:
             check_lr(group["lr"], wait=False)
+
+    def _check_roles(self, group: dict[str, Any]) -> None:
+        """Raise if a group says something else of a parameter than when it was added: its state is of what it was."""
+        for index, parameter in enumerate(group["params"]):
+            known = self._roles.get(parameter)
+            if known is not None and role_in(group, parameter) != known:
+                raise ValueError(
+                    f"{name_of(self.param_groups, group, index)} was added as {told(known)}, and its group now says "
+                    f"{told(role_in(group, parameter))}: roles are told once, so make another optimiser for it"
+                )
 
     def _is_as_planned(self) -> bool:
         """Whether groups and states hold what they held when it was planned, and nothing that was left could join."""

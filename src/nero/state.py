@@ -89,7 +89,7 @@ def checked_state(
             role, saved_role = role_in(own, parameter), role_in(saved, parameter)
             if saved_role != role:
                 raise ValueError(
-                    f"the checkpoint has {name} as {_told(saved_role)}, this optimiser as {_told(role)}: make it as "
+                    f"the checkpoint has {name} as {told(saved_role)}, this optimiser as {told(role)}: make it as "
                     "the one was made that wrote it"
                 )
             # an empty one is what is left where somebody asked for the state of a frozen parameter
@@ -98,7 +98,8 @@ def checked_state(
     return checked
 
 
-def _told(role: Role) -> str:
+def told(role: Role) -> str:
+    """A role in words."""
     return f"a {role.kind}" + (f" of fan-in axes {role.fan_in_axes}" if role.fan_in_axes else "")
 
 

@@ -694,6 +694,16 @@ def test_compiled_step_is_one_graph_and_does_not_recompile_for_lr():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+def test_skipped_updates_of_parameters_with_one_name_are_told_apart(backend: str):
+    layers = [nn.Linear(4, 3), nn.Linear(4, 2)]
+    optimiser = nero.Nero(layers[0], backend=backend)
+    optimiser.add_param_group({"params": layers[1]})
+    for layer in layers:
+        layer.weight.grad = torch.full_like(layer.weight, math.nan)
+    optimiser.step()
+    assert optimiser.skipped == {"weight": 3, "weight (2)": 2}
+
+
 def test_repr_shows_the_options():
     assert "fan_in_axes: (1,)" in repr(nero.Nero(nn.Linear(2, 3)))
 

@@ -245,11 +245,21 @@ class Nero(Counting):
         return {name: count for name, count in counts.items() if count}
 
     def parts(self) -> Iterator[Part]:
-        """Every parameter with its name, role and group, in the order of the groups."""
+        """Every parameter with its name, role and group, in the order of the groups.
+
+        Where two have one name, as of modules that were added one by one, they are numbered.
+        """
+        seen: set[str] = set()
         for group in self.param_groups:
             for index, parameter in enumerate(group["params"]):
+                own = name = name_of(self.param_groups, group, index)
+                count = 1
+                while name in seen:
+                    count += 1
+                    name = f"{own} ({count})"
+                seen.add(name)
                 role = self._roles.get(parameter) or role_in(group, parameter)
-                yield Part(name_of(self.param_groups, group, index), parameter, role, group)
+                yield Part(name, parameter, role, group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

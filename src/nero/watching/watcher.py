@@ -1,7 +1,7 @@
 """A watch over an optimiser: it does nothing while the network trains, and measures when it is read."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from os import PathLike, fspath
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from nero.balance import statistics_dtype
 from nero.optimiser import Nero
-from nero.state import Part
 from nero.watching.measure import Followed, Kept, bundles, follow, measure
 from nero.watching.reading import Layer, Lines, Reading, Spread, Writer
 from nero.whole import whole
@@ -109,7 +108,7 @@ class Watch:
             raise ValueError("not a watch's state_dict: it lacks 'start', 'last' or 'readings'")
         readings = _readings(state_dict["readings"])
         # trained by now or not: the run that wrote it may have trained what is still frozen here
-        parts = {name: follow(name, part, {}, self.neurons) for name, part in self._named()}
+        parts = {part.name: follow(part.name, part, {}, self.neurons) for part in self.optimiser.parts()}
         own = {name: each.rows for name, each in parts.items() if each is not None}
         start, last = Kept(), Kept()
         for key, kept, now in (("start", start, self._start.rows), ("last", last, self._last.rows)):
@@ -141,9 +140,9 @@ class Watch:
         """Measure all layers, and remember where they stand."""
         followed = [
             found
-            for name, part in self._named()
+            for part in self.optimiser.parts()
             if (state := self.optimiser.state.get(part.parameter))
-            and (found := follow(name, part, state, self.neurons)) is not None
+            and (found := follow(part.name, part, state, self.neurons)) is not None
         ]
         places = {each.name: place for place, each in enumerate(followed)}
         lines, starts, lasts = [], {}, {}
@@ -156,17 +155,6 @@ class Watch:
         self._start.put(starts)
         self._last.put(lasts)
         return lines
-
-    def _named(self) -> Iterator[tuple[str, Part]]:
-        """The optimiser's parts; where two have one name, as modules added one by one may, they are numbered."""
-        seen: set[str] = set()
-        for part in self.optimiser.parts():
-            name, count = part.name, 1
-            while name in seen:
-                count += 1
-                name = f"{part.name} ({count})"
-            seen.add(name)
-            yield name, part
 
 
 def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:

@@ -166,6 +166,25 @@ def test_spheres_have_a_dimension(dim):
         theory.cap_measure(dim, 1.0)
 
 
+def test_real_numbers_may_be_numpys():
+    half = np.float32(0.5)
+    assert theory.cap_measure(10, half) == theory.cap_measure(10, 0.5)
+    assert theory.pac_bayes_bound(-half, 10, half) == theory.pac_bayes_bound(-0.5, 10, 0.5)
+    one, other = (
+        theory.generalisation_bound([(3, 5)], alpha, 10, delta=alpha, log_solutions=-alpha) for alpha in (half, 0.5)
+    )
+    assert one == other
+    model, inputs, labels = robust_case()
+    asked = {"confidence": half, "tolerance": half, "limit": half}
+    one, other = (
+        theory.robustness(model, (inputs, labels), rotations=4, **options)
+        for options in (asked, dict.fromkeys(asked, 0.5))
+    )
+    assert one == other
+    layer = torch.nn.Linear(4, 3)
+    assert theory.is_per_neuron_relative(layer, {"weight": 0.25 * layer.weight.detach()}, half)
+
+
 def test_whole_numbers_may_be_numpys():
     assert theory.cap_measure(np.int64(10), 0.3) == theory.cap_measure(10, 0.3)
     assert theory.pac_bayes_bound(-1.0, np.int32(10)) == theory.pac_bayes_bound(-1.0, 10)

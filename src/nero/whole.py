@@ -1,6 +1,8 @@
-"""Whole numbers, whoever made them."""
+"""Whole numbers and real ones, whoever made them."""
 
+import math
 import operator
+from numbers import Real
 from typing import Any
 
 
@@ -16,3 +18,8 @@ def whole(name: str, value: Any, least: int | None = None, what: str = "") -> in
     if number >= 2**64:
         raise ValueError(f"{name} must be a whole number of 64 bits at most{what}")
     return number
+
+
+def real(value: Any) -> float:
+    """A real number, such as numpy's, as Python's own; what is none is not a number, and in no range."""
+    return math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from nero.balance import is_balanced, paddings_of
-from nero.theory.caps import cap_measure, check_angle
+from nero.theory.caps import cap_measure, checked_angle
 from nero.theory.digits import at_least, at_most
 from nero.theory.layers import layers_of
-from nero.whole import whole
+from nero.whole import real, whole
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,11 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
         vacuous: ε ≤ inf, for 0.95 of all draws of 1,000 examples
     """
     samples = whole("samples", samples, 2, ", the size of the data set")
-    if isinstance(delta, bool) or not isinstance(delta, int | float) or not 0 < delta < 1:
+    if not 0 < real(delta) < 1:
         raise ValueError(f"delta must be between 0 and 1, like 0.05, but it is {delta!r}")
-    if isinstance(log_measure, bool) or not isinstance(log_measure, int | float) or not log_measure <= 0:
+    if not real(log_measure) <= 0:
         raise ValueError(f"log_measure is the logarithm of a probability, zero or less, but it is {log_measure!r}")
+    delta, log_measure = real(delta), real(log_measure)
     return PacBayesBound((math.log(2 * samples / delta) - log_measure) / (samples - 1), log_measure, samples, delta)
 
 
@@ -162,7 +163,7 @@ def generalisation_bound(
           by Ball's bound: ε ≤ 0.08998 for 0.95 of all draws of 100 examples
           1 neuron, α = 1.571, ln K = 0, ln P[V_S] = -0.6931
     """
-    check_angle("alpha", alpha)
+    alpha = checked_angle("alpha", alpha)
     if isinstance(network, nn.Module):
         trained = layers_of(network)
         if not is_balanced(network):
@@ -177,8 +178,9 @@ def generalisation_bound(
         given = parameters + _running(network)
     else:
         layers, given = _layers(network), []
-    if isinstance(log_solutions, bool) or not isinstance(log_solutions, int | float) or not log_solutions < math.inf:
+    if not real(log_solutions) < math.inf:
         raise ValueError(f"log_solutions must be a number, 0.0 for one solution, but it is {log_solutions!r}")
+    log_solutions = real(log_solutions)
     # a neuron of two entries is held to its norm alone, and so lives on a circle
     caps = [(count, cap_measure(max(fan_in - 2, 1), alpha)) for count, fan_in in layers]
     exact = log_solutions + math.fsum(count * cap.log_measure for count, cap in caps)

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from nero.whole import whole
+from nero.whole import real, whole
 
 #: From here on the error of Stirling's series, as far as it is taken, is less than float64's rounding.
 _STIRLING = 20.0
@@ -70,7 +70,7 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
         a cap of 0.1 rad covers 3.89e-785 of S^782 (Ball: at least 1.42e-1018)
     """
     dim = whole("dim", dim, 1, ", the dimension of a sphere")
-    check_angle("angle", angle)
+    angle = checked_angle("angle", angle)
     sine, cosine = math.sin(angle), math.cos(angle)
     log_sine = math.log(sine)  # the square of the sine, or half of it, may be too small for a float
     log_measure = math.log(0.5) + log_incomplete_beta(dim / 2, 0.5, sine**2, cosine**2, 2 * log_sine)
@@ -78,10 +78,11 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
     return CapMeasure(dim, angle, log_measure, math.log(0.5) + dim * log_half)
 
 
-def check_angle(name: str, angle: float) -> None:
-    """Raise unless an angle is in (0, π/2]."""
-    if isinstance(angle, bool) or not isinstance(angle, int | float) or not 0 < angle <= math.pi / 2:
+def checked_angle(name: str, angle: float) -> float:
+    """An angle as Python's own number; raise unless it is in (0, π/2]."""
+    if not 0 < real(angle) <= math.pi / 2:
         raise ValueError(f"{name} must be an angle in (0, π/2], in radians, but it is {angle!r}")
+    return real(angle)
 
 
 def log_incomplete_beta(a: float, b: float, x: float, rest: float | None = None, log_x: float | None = None) -> float:

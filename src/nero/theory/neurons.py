@@ -9,6 +9,7 @@ from nero.balance import norm, statistics_dtype
 from nero.roles import KINDS, Kind
 from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
+from nero.whole import real
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,11 @@ def is_per_neuron_relative(
         >>> is_per_neuron_relative(model, step, 0.01), is_per_neuron_relative(model, step, 0.009)
         (True, False)
     """
-    if isinstance(eta, bool) or not isinstance(eta, int | float) or not eta > 0:
+    if not real(eta) > 0:
         raise ValueError(f"eta must be a positive number, like 0.01, but it is {eta!r}")
     eps = {name: torch.finfo(parameter.dtype).eps for name, parameter in model.named_parameters()}
     return all(
-        layer.neuron <= eta + (2 * eps[layer.name] if tolerance is None else tolerance)
+        layer.neuron <= real(eta) + (2 * eps[layer.name] if tolerance is None else tolerance)
         for layer in relative_step(model, perturbation).layers
     )
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from nero.keeping import keeping
-from nero.theory.caps import check_angle, log_incomplete_beta
+from nero.theory.caps import checked_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
 from nero.theory.digits import at_least, at_most
 from nero.theory.layers import Layer, check_mode, layers_of
-from nero.whole import whole
+from nero.whole import real, whole
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9
@@ -132,12 +132,13 @@ def robustness(
         >>> f"{found.lower:.1f} to {found.upper:.1f}, by example {found.example}"
         '0.8 to 0.8, by example 0'
     """
-    check_angle("limit", limit)
+    limit = checked_angle("limit", limit)
     rotations = whole("rotations", rotations, 1)
     examples, steps, seed = whole("examples", examples, 1), whole("steps", steps, 1), whole("seed", seed)
     for name, share in (("confidence", confidence), ("tolerance", tolerance)):
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
+        if not 0 < real(share) < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
+    confidence, tolerance = real(confidence), real(tolerance)
     check_mode()
     layers = layers_of(model)
     with keeping(model, [layer.name for layer in layers], evaluating=True):

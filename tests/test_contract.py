@@ -506,6 +506,8 @@ def test_groups_have_tensors_of_their_own_as_rates():
     loaded.add_param_group({"params": nn.Linear(3, 2)})
     assert float(loaded.param_groups[-1]["lr"]) == pytest.approx(0.01)
     assert float(given) == pytest.approx(0.01)
+    alone = nero.Nero([nn.Parameter(torch.randn(3, 2))], lr=given)
+    assert alone.param_groups[0]["lr"] is given, "it has none to share it with"
 
 
 # -- the ecosystem ---------------------------------------------------------------------------

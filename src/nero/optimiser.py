@@ -59,9 +59,9 @@ class Nero(Counting):
         params: a module, whose layers then say which parameter is what; or, as for any optimiser
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
-            of one element (then ``torch.compile`` does not recompile when it changes), of which every group has a copy
-            of its own: change it there. ``"auto"`` is short for ``lr=0.08, depth="auto"``: an angle that is smaller the
-            deeper the module is.
+            of one element (then ``torch.compile`` does not recompile when it changes), of which each of several groups
+            has a copy of its own: change it there. ``"auto"`` is short for ``lr=0.08, depth="auto"``: an angle that is
+            smaller the deeper the module is.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
@@ -183,7 +183,6 @@ class Nero(Counting):
                 super().add_param_group(self._like_the_others(given))
                 group = self.param_groups[-1]
                 check_options(group)
-                group["lr"] = _own(group["lr"])
                 roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
                 self._roles.update(zip(group["params"], roles, strict=True))
                 self._waiting.append(group)
@@ -197,6 +196,10 @@ class Nero(Counting):
             self._let_in()
 
     def _let_in(self) -> None:
+        rates = [id(group["lr"]) for group in self.param_groups]
+        for group in self.param_groups:
+            if rates.count(id(group["lr"])) > 1:
+                group["lr"] = _own(group["lr"])
         for group in self._waiting or []:
             for parameter in group["params"]:
                 if parameter.requires_grad:

@@ -510,6 +510,27 @@ def test_groups_have_tensors_of_their_own_as_rates():
     assert alone.param_groups[0]["lr"] is given, "it has none to share it with"
 
 
+def test_who_changes_the_tensor_that_was_given_as_the_rate_is_told_where_that_does_nothing():
+    given, model = torch.tensor(0.01), network()
+    optimiser = nero.Nero(model, lr=given)
+    for each in (optimiser, copy.deepcopy(optimiser)):
+        each.step()
+    given.fill_(0.02)
+    with pytest.raises(ValueError, match="the tensor that was given as lr was changed, and each of several groups"):
+        optimiser.step()
+    for group in optimiser.param_groups:
+        group["lr"] = given
+    optimiser.step()
+    given.fill_(0.03)
+    optimiser.step()
+    alone = nero.Nero([nn.Parameter(torch.randn(3, 2))], lr=given)
+    given.fill_(0.01)
+    alone.step()
+    with torch.inference_mode():
+        unversioned = torch.tensor(0.01)
+    nero.Nero(network(), lr=unversioned).step()
+
+
 # -- the ecosystem ---------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from nero import backends
 from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_backend, check_counts, check_kind, check_lr, check_options, check_parameter
+from nero.checks import check_backend, check_counts, check_kind, check_lr, check_options, check_parameter, version_of
 from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
@@ -149,6 +149,7 @@ class Nero(Counting):
         check_options(defaults)
         self._roles: dict[Tensor, Role] = {}
         self._waiting: list[dict[str, Any]] | None = []
+        self._rate_version = version_of(lr)
         self._forget()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._let_in()
@@ -268,6 +269,7 @@ class Nero(Counting):
         super().__setstate__(state)
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
+        self._rate_version = version_of(self.defaults["lr"])
         self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -375,6 +377,12 @@ class Nero(Counting):
             self._options, self._planned = options, None
         for group in self.param_groups:
             check_lr(group["lr"], wait=False)
+        given = self.defaults["lr"]
+        if version_of(given) != self._rate_version and all(group["lr"] is not given for group in self.param_groups):
+            raise ValueError(
+                "the tensor that was given as lr was changed, and each of several groups has a copy of it: change the "
+                "copies, or give all groups the tensor itself (for group in optimiser.param_groups: group['lr'] = lr)"
+            )
 
     def _check_roles(self, group: dict[str, Any]) -> None:
         """Raise if a group says something else of a parameter than when it was added: its state is of what it was."""

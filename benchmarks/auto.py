@@ -134,16 +134,17 @@ def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console:
 
 
 def draw(records: Path, figure: Path, console: Console) -> None:
-    """The perceptrons' accuracy by rate, and where "auto" stands on each curve."""
+    """The perceptrons' accuracy by rate, where "auto" stands on each curve, and what is lost by trust and schedule."""
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
-    found = {count: accuracies(read_records(records), count) for count in LAYERS}
+    kept = read_records(records)
+    found = {count: accuracies(kept, count) for count in LAYERS}
     found = {count: each for count, each in found.items() if each["nero"] and TRUST in each["auto"]}
     table = Table(title=f'Perceptrons after {EPOCHS} epochs: "auto" (trust {TRUST:g}) beside the best of the grid')
     for column in ("layers", "best rate", "train accuracy, %", "auto's rate", "train accuracy, %", "difference"):
         table.add_column(column, justify="right")
-    picture, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    picture, (left, *rights) = plt.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
     colours = plt.get_cmap("viridis")
     for place, (count, each) in enumerate(found.items()):
         colour = colours(place / max(1, len(found) - 1) * 0.9)
@@ -154,24 +155,26 @@ def draw(records: Path, figure: Path, console: Console) -> None:
         star = {"color": colour, "markersize": 16, "markeredgecolor": "black"}
         left.plot(TRUST / count, 100 - each["auto"][TRUST], "*", **star)
         if begun:
-            lost = [each["nero"][best] - value for value in each["auto"].values()]
-            right.plot(each["auto"].keys(), lost, "o-", color=colour)
+            for right, schedule in zip(rights, ("", "-falling"), strict=True):
+                lost = below_best(accuracies(kept, count, schedule=schedule))
+                right.plot(lost.keys(), lost.values(), "o-", color=colour)
         row = (best, each["nero"][best], TRUST / count, each["auto"][TRUST], each["auto"][TRUST] - each["nero"][best])
         table.add_row(str(count), f"{row[0]:g}", f"{row[1]:.2f}", f"{row[2]:.2g}", f"{row[3]:.2f}", f"{row[4]:+.2f}")
     left.set(
         xscale="log", yscale="log", xlabel="learning rate", title='Train error after five epochs; a star is "auto"'
     )
     left.yaxis.set_major_formatter("{x:g} %")
-    right.set(
-        xscale="log", xlabel="trust: the rate times the depth", title="Points below the best of the grid, up to 8"
-    )
     trusts = sorted({trust for each in found.values() for trust in each["auto"]})
-    right.set_xticks(trusts, [f"{trust:g}" for trust in trusts])
-    right.minorticks_off()
-    right.axvline(TRUST, color="grey", linestyle="--")
-    right.axhline(1, color="grey", linestyle=":")
-    right.set_ylim(-0.7, 8)
-    for each in (left, right):
+    for right, title in zip(
+        rights, ("Points below the best of the grid, up to 8", "... with a rate that falls to zero"), strict=True
+    ):
+        right.set(xscale="log", xlabel="trust: the rate times the depth", title=title)
+        right.set_xticks(trusts, [f"{trust:g}" for trust in trusts])
+        right.minorticks_off()
+        right.axvline(TRUST, color="grey", linestyle="--")
+        right.axhline(1, color="grey", linestyle=":")
+        right.set_ylim(-0.7, 8)
+    for each in (left, *rights):
         each.grid(alpha=0.3)
     picture.legend(loc="outside upper center", ncols=len(found), frameon=False)
     figure.parent.mkdir(parents=True, exist_ok=True)
@@ -180,11 +183,19 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     console.print(table)
 
 
-def accuracies(records: list[dict[str, Any]], layers: int, part: str = "train") -> dict[str, dict[float, float]]:
+def below_best(accuracy: dict[str, dict[float, float]]) -> dict[float, float]:
+    """How many points "auto" loses to the best of the grid, by trust; nothing without a grid."""
+    best = max(accuracy["nero"].values(), default=math.nan)
+    return {trust: best - value for trust, value in accuracy["auto"].items()}
+
+
+def accuracies(
+    records: list[dict[str, Any]], layers: int, part: str = "train", schedule: str = ""
+) -> dict[str, dict[float, float]]:
     """The last accuracy of perceptrons of so many layers, in per cent, by contender and rate: the mean over seeds."""
     ends: dict[str, dict[float, list[float]]] = {"nero": {}, "auto": {}}
     for each in sorted(records, key=lambda record: record["lr"]):
-        if each["task"] == f"perceptron-{layers}" and each["epochs"] == EPOCHS:
+        if each["task"] == f"perceptron-{layers}{schedule}" and each["epochs"] == EPOCHS:
             end = each["curve"][f"{part}_accuracy"][-1]
             ends[each["optimiser"]].setdefault(each["lr"], []).append(math.nan if end is None else 100 * end)
     return {name: {rate: statistics.fmean(each) for rate, each in rates.items()} for name, rates in ends.items()}

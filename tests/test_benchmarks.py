@@ -377,13 +377,15 @@ def test_the_page_on_auto_has_the_perceptrons_of_the_records():
 
 
 def test_the_page_on_auto_has_the_tasks_of_the_records():
-    """Every task that was trained so, beside the suite's own runs."""
+    """Every task that was trained so, beside the suite's own runs; of the GAN's networks both angles are told."""
     measures = {"train accuracy, %": "train_accuracy", "test accuracy, %": "test_accuracy"}
     ran = {each["task"]: each for each in read_records(ROOT / "benchmarks/results/auto") if each["task"] in suite.TASKS}
     lines = {row[0]: row[1:] for row in rows_of("tasks")}
     assert set(lines) == set(ran)
-    angles = {NETWORKS[row[0]]: row[3] for row in rows_of("depths")}
-    assert {task: angles[task] for task in lines} == {task: line[3] for task, line in lines.items()}
+    angles: dict[str, list[str]] = {}
+    for row in rows_of("depths"):
+        angles.setdefault(NETWORKS[row[0]].partition(".")[0], []).append(row[3])
+    assert {task: ", ".join(angles[task]) for task in lines} == {task: line[3] for task, line in lines.items()}
     suites = [each for each in read_records(ROOT / "results") if each["optimiser"] == "nero"]
     for task, (measure, rate, tuned, _, automatic) in lines.items():
 
@@ -392,6 +394,8 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
                 return f"{math.exp(record['curve']['valid_loss'][-1]):.2f}"
             if measure == "mean return":
                 return f"{record['curve']['reward'][-1]:.2f}"
+            if measure == "distance to test images":
+                return f"{record['curve']['test_distance'][-1]:.2f}"
             return f"{100 * record['curve'][measures[measure]][-1]:.2f}"
 
         whole = suite.TASKS[task].epochs
@@ -442,7 +446,7 @@ def test_the_page_on_auto_has_the_best_angles_by_time():
             assert told == (f"{best:.2g}" if 100 * curve[epoch] > auto.CHANCE else "-")
 
 
-@pytest.mark.parametrize(("table", "depths"), [("falling", (5, 10)), ("normed", (10,))])
+@pytest.mark.parametrize(("table", "depths"), [("falling", (5, 10, 20, 50)), ("normed", (10,))])
 def test_the_page_on_auto_has_the_perceptrons_that_differ(table: str, depths: tuple[int, ...]):
     records = {
         (each["task"], each["optimiser"], each["lr"]): each["curve"]
@@ -460,6 +464,17 @@ def test_the_page_on_auto_has_the_perceptrons_that_differ(table: str, depths: tu
         ends = [f"{100 * curve[f'{part}_accuracy'][-1]:.2f}" for curve in curves for part in ("train", "test")]
         assert found == ends
     assert sorted(told) == sorted(runs)
+
+
+def test_the_page_on_auto_has_what_trusts_give_where_the_rate_falls_to_zero():
+    records = [each for each in read_records(ROOT / "benchmarks/results/auto") if each["seed"] == 0]
+    lines = rows_of("trusts")
+    assert [int(line[0]) for line in lines] == [5, 10, 20, 50]
+    for layers, best, *found in lines:
+        train = auto.accuracies(records, int(layers), schedule="-falling")
+        assert best == f"{max(train['nero'].values()):.2f}"
+        assert tuple(train["auto"]) == auto.TRUSTS
+        assert found == [f"{value:.2f}" for value in train["auto"].values()]
 
 
 def test_the_cost_of_watching_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1442,6 +1442,20 @@ def test_the_confidence_is_that_of_clopper_and_pearson(kept: int, draws: int):
         assert share == pytest.approx(0.05 ** (1 / draws))
 
 
+@pytest.mark.parametrize(
+    ("log", "nearest", "below"),
+    [
+        (math.log(0.12346), "0.1235", "0.1234"),
+        (-785 * math.log(10) + math.log(3.8919), "3.892e-785", "3.891e-785"),
+        (-785 * math.log(10) - 1e-5, "1e-785", "9.999e-786"),
+        (-1e7, "1.517e-4342945", "1.516e-4342945"),
+    ],
+)
+def test_caps_are_told_however_small_and_balls_bound_is_rounded_down(log, nearest, below):
+    told = str(nero.theory.CapMeasure(7, 0.1, log, log))
+    assert told == f"a cap of 0.1 rad covers {nearest} of S^7 (Ball: at least {below})"
+
+
 def test_the_confidence_covers():
     """Of intervals from 4,000 experiments with a true share of 0.9, at least 95 % are below it."""
     kept = torch.distributions.Binomial(40, torch.tensor(0.9)).sample((4000,)).long().tolist()

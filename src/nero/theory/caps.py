@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from nero.theory.digits import at_least, nearest, power
 from nero.whole import real, whole
 
 #: From here on the error of Stirling's series, as far as it is taken, is less than float64's rounding.
@@ -38,8 +39,8 @@ class CapMeasure:
 
     def __str__(self) -> str:
         return (
-            f"a cap of {self.angle:.4g} rad covers {_power(self.log_measure)} of S^{self.dim} "
-            f"(Ball: at least {_power(self.log_ball)})"
+            f"a cap of {self.angle:.4g} rad covers {nearest(power(self.log_measure))} of S^{self.dim} "
+            f"(Ball: at least {at_least(power(self.log_ball))})"
         )
 
 
@@ -67,7 +68,7 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
         >>> print(cap_measure(2, 1.0))  # (1 - cos 1) / 2 of a ball's surface
         a cap of 1 rad covers 0.2298 of S^2 (Ball: at least 0.1149)
         >>> print(cap_measure(782, 0.1))
-        a cap of 0.1 rad covers 3.89e-785 of S^782 (Ball: at least 1.42e-1018)
+        a cap of 0.1 rad covers 3.892e-785 of S^782 (Ball: at least 1.419e-1018)
     """
     dim = whole("dim", dim, 1, ", the dimension of a sphere")
     angle = checked_angle("angle", angle)
@@ -146,11 +147,3 @@ def _log_beta(a: float, b: float) -> float:
 def _stirling(z: float) -> float:
     """What Stirling's formula for ln Γ(z) leaves."""
     return (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / z**2) / z**2) / z**2) / z
-
-
-def _power(log: float) -> str:
-    """The number with that logarithm, in words, however small."""
-    if log > -600:
-        return f"{math.exp(log):.4g}"
-    exponent = math.floor(log / math.log(10))
-    return f"{math.exp(log - exponent * math.log(10)):.2f}e{exponent}"

@@ -1,6 +1,6 @@
 """Bounds as reports tell them: in four digits, and rounded to the side on which they claim no more than is known."""
 
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import MAX_EMAX, MIN_EMIN, ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 
 
 def at_most(value: float | Decimal) -> str:
@@ -13,7 +13,19 @@ def at_least(value: float | Decimal) -> str:
     return _told(value, ROUND_FLOOR)
 
 
+def nearest(value: float | Decimal) -> str:
+    """A number that is no bound."""
+    return _told(value, ROUND_HALF_EVEN)
+
+
+def power(log: float) -> Decimal:
+    """The number with that logarithm, however small."""
+    return Context(prec=20, Emin=MIN_EMIN, Emax=MAX_EMAX).exp(Decimal(log))
+
+
 def _told(value: float | Decimal, rounding: str) -> str:
     # by the digits it is written with: 0.95 as a float is a little less, and is not to become 0.9499
-    rounded = Context(prec=4, rounding=rounding).create_decimal(str(value))
-    return f"{float(rounded):.4g}"
+    digits = Context(prec=4, rounding=rounding, Emin=MIN_EMIN, Emax=MAX_EMAX)
+    rounded = digits.create_decimal(str(value))
+    told = float(rounded)
+    return f"{told:.4g}" if told or not rounded else f"{digits.normalize(rounded):g}"  # which is too small for a float

@@ -531,6 +531,53 @@ def test_who_changes_the_tensor_that_was_given_as_the_rate_is_told_where_that_do
     nero.Nero(network(), lr=unversioned).step()
 
 
+def test_who_changes_a_tensor_that_was_given_to_some_groups_as_their_rate_is_told_too():
+    given, layers = torch.tensor(0.01), [nn.Linear(4, 3), nn.Linear(4, 2), nn.Linear(3, 3)]
+    grouped = nero.Nero([{"params": each.weight, "lr": given} for each in layers[:2]])
+    added = nero.Nero(layers[2])
+    added.add_param_group({"params": nn.Linear(3, 2), "lr": given})
+    loaded = nero.Nero([{"params": each.weight, "lr": given} for each in layers[:2]])
+    loaded.load_state_dict(grouped.state_dict())
+    for each in (grouped, added, loaded):
+        each.step()
+    given.fill_(0.02)
+    for each in (grouped, added, loaded):
+        with pytest.raises(ValueError, match="the tensor that was given as lr was changed"):
+            each.step()
+
+
+def test_who_changes_the_given_tensor_and_the_groups_rates_too_is_not_stopped():
+    for follow in (
+        lambda rate, given: rate.copy_(given),
+        lambda _, given: given.clone(),
+        lambda _, given: float(given),
+    ):
+        given = torch.tensor(0.01)
+        optimiser = nero.Nero(network(), lr=given)
+        for _ in range(3):
+            given.mul_(0.5)
+            for group in optimiser.param_groups:
+                group["lr"] = follow(group["lr"], given)
+            optimiser.step()
+    optimiser.defaults["lr"] = torch.tensor(0.01).mul_(0.5)
+    optimiser.step()
+    fewer = nero.Nero(network(), lr=given)
+    del fewer.param_groups[1:]
+    fewer.step()
+
+
+def test_groups_that_were_given_one_tensor_on_purpose_keep_it_when_another_joins():
+    given = torch.tensor(0.01)
+    for first in (0.1, given):
+        optimiser = nero.Nero(network(), lr=first)
+        for group in optimiser.param_groups:
+            group["lr"] = given
+        optimiser.add_param_group({"params": nn.Linear(3, 2)})
+        assert all(group["lr"] is given for group in optimiser.param_groups[:4])
+        given.fill_(0.02)
+        optimiser.step()
+
+
 # -- the ecosystem ---------------------------------------------------------------------------
 
 

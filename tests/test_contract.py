@@ -822,6 +822,13 @@ def test_a_role_that_is_told_anew_stops_the_step(backend: str, edit: dict):
     optimiser.step()
 
 
+def test_a_role_that_differs_in_its_groups_alone_is_told_with_them():
+    optimiser = nero.Nero(nn.ConvTranspose2d(4, 6, 3, groups=2))
+    optimiser.param_groups[0]["fan_in_groups"] = 1
+    with pytest.raises(ValueError, match=r"axes \(0, 2, 3\) in 2 groups, and its group now says .*\(0, 2, 3\): roles"):
+        optimiser.step()
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
 def test_a_model_that_changes_its_dtype_after_the_optimiser_was_made(backend: str, dtypes: tuple[torch.dtype, ...]):
     if backend == "triton":  # for float32 state and parameters it is there; what else there is goes to others

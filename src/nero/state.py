@@ -100,7 +100,8 @@ def checked_state(
 
 def told(role: Role) -> str:
     """A role in words."""
-    return f"a {role.kind}" + (f" of fan-in axes {role.fan_in_axes}" if role.fan_in_axes else "")
+    groups = f" in {role.fan_in_groups} groups" if role.fan_in_groups > 1 else ""
+    return f"a {role.kind}" + (f" of fan-in axes {role.fan_in_axes}{groups}" if role.fan_in_axes else "")
 
 
 def _checked_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from torch import nn
 
 from nero.balance import is_balanced, paddings_of
 from nero.theory.caps import cap_measure, checked_angle
-from nero.theory.digits import at_least, at_most
+from nero.theory.digits import at_most, rest
 from nero.theory.layers import layers_of
 from nero.whole import real, whole
 
@@ -44,7 +43,7 @@ class PacBayesBound:
         return self.error > 0.9999
 
     def __str__(self) -> str:
-        of = f"for {at_least(1 - Decimal(str(self.delta)))} of all draws of {self.samples:,} examples"
+        of = f"for {rest(self.delta)} of all draws of {self.samples:,} examples"
         if self.vacuous:
             return f"vacuous: ε ≤ {at_most(self.bound)}, {of}"
         return f"ε ≤ {at_most(self.error)} {of}"

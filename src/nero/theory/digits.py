@@ -1,5 +1,6 @@
 """Bounds as reports tell them: in four digits, and rounded to the side on which they claim no more than is known."""
 
+import sys
 from decimal import MAX_EMAX, MIN_EMIN, ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 
 
@@ -11,6 +12,11 @@ def at_most(value: float | Decimal) -> str:
 def at_least(value: float | Decimal) -> str:
     """A lower bound, rounded down."""
     return _told(value, ROUND_FLOOR)
+
+
+def rest(share: float) -> str:
+    """What a share leaves of all, which is a lower bound, too."""
+    return at_least(Context(rounding=ROUND_FLOOR).subtract(Decimal(1), Decimal(str(share))))
 
 
 def nearest(value: float | Decimal) -> str:
@@ -28,4 +34,6 @@ def _told(value: float | Decimal, rounding: str) -> str:
     digits = Context(prec=4, rounding=rounding, Emin=MIN_EMIN, Emax=MAX_EMAX)
     rounded = digits.create_decimal(str(value))
     told = float(rounded)
-    return f"{told:.4g}" if told or not rounded else f"{digits.normalize(rounded):g}"  # which is too small for a float
+    if rounded and abs(told) < sys.float_info.min:  # too small for a float, or for four digits of one
+        return f"{digits.normalize(rounded):g}"
+    return f"{told:.4g}"

@@ -859,6 +859,21 @@ def test_what_ails_the_disk_is_told_where_torch_writes(number, words, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_ails_the_disk_is_told_where_folders_are_made(tmp_path, monkeypatch):
+    """Python makes the folder above when it finds that there is none: of two complaints the last one counts."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"cannot write .*File exists: .*/link'"):
+        write_whole(tmp_path / "link/task/file", lambda file: file.write(b"content"))
+
+    def mkdir(path):
+        number = errno.ENOENT if str(path).endswith("task") else errno.EDQUOT
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(os, "mkdir", lambda path, *_: mkdir(path))
+    with pytest.raises(StoreError, match="the disk is full: make room"):
+        write_whole(tmp_path / "new/task/file", lambda file: file.write(b"content"))
+
+
 def test_a_full_disk_stops_a_run_with_word_and_loses_nothing(tmp_path, monkeypatch):
     data, settings, store = made(), TINY.settings("nero"), Store(tmp_path)
     monkeypatch.setattr(sweep, "PAUSE", 0.0)

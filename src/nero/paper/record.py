@@ -209,7 +209,8 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt(*error.__context__.args) from None
         if isinstance(error, OSError | RuntimeError):
-            found = error.__context__ if isinstance(error.__context__, OSError) else error
+            hidden = not isinstance(error, OSError) and isinstance(error.__context__, OSError)
+            found = error.__context__ if hidden else error
             full = getattr(found, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
             full = full or shutil.disk_usage(_existing(path)).free < 2**20
             reason = "the disk is full: make room" if full else f"{found}: mend that"

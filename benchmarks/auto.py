@@ -56,14 +56,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, help="fewer than a task has")
     arguments = parser.parse_args(argv)
     console = Console()
-    for what in arguments.what:
+    for place, what in enumerate(arguments.what, 1):
         if what == "draw":
             draw(arguments.out, arguments.figure, console)
             continue
         make = STUDIES.get(what)
         tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what])]
-        for task in tasks:
-            go(task, settings(task, arguments.precision, arguments.epochs, arguments.seeds), arguments, console)
+        for count, task in enumerate(tasks, 1):
+            runs = settings(task, arguments.precision, arguments.epochs, arguments.seeds)
+            go(task, runs, arguments, console, more=count < len(tasks) or place < len(arguments.what))
     return 0
 
 
@@ -119,8 +120,8 @@ def settings(task: Task, precision: Precision, epochs: int | None, seeds: int) -
     return [task.settings(*cell, seed, epochs, precision) for seed in range(seeds) for cell in cells]
 
 
-def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console: Console) -> None:
-    """Train, side by side on a GPU, and go on where it was broken off."""
+def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console: Console, *, more: bool) -> None:
+    """Train, side by side on a GPU, and go on where it was broken off; more: whether other work is to follow."""
     device = torch.device(arguments.device)
     data = load(task.dataset, arguments.data).to(device)
     if isinstance(data, Photos):
@@ -128,7 +129,8 @@ def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console:
         runs = [replace(each, data=data.name if data.name != task.dataset else None) for each in runs]
     try:
         with Display(console, arguments.out, device) as watch:
-            train(task, runs, data, Store(arguments.out), watch, len(runs) if device.type == "cuda" else 1)
+            at_a_time = len(runs) if device.type == "cuda" else 1
+            train(task, runs, data, Store(arguments.out), watch, at_a_time, more=more)
     except KeyboardInterrupt:
         raise SystemExit("stopped: the same command goes on from what was kept") from None
 

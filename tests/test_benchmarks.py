@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 from bisect import bisect
 from itertools import accumulate
 from pathlib import Path
@@ -534,6 +535,13 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     assert auto.accuracies(read_records(tmp_path), 2, "test")["nero"][0.001] == pytest.approx(50 * sum(ends))
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
+    finish, kept = auto.Store.finish, tmp_path / "stopped"
+    monkeypatch.setattr(auto.Store, "finish", lambda *run: (finish(*run), signal.raise_signal(signal.SIGTERM))[0])
+    monkeypatch.setattr(auto, "RATES", ())
+    with pytest.raises(SystemExit, match="stopped: the same command goes on"):
+        auto.main(["depths", "--layers", "2", "3", "--epochs", "1", *places, "--out", str(kept)])
+    assert [each["task"] for each in read_records(kept)] == ["perceptron-2"], "it came as the last run of a task ended"
+    assert auto.main(["depths", "--layers", "2", "3", "--epochs", "1", *places, "--out", str(kept)]) == 0
 
 
 def test_trust_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

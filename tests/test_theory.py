@@ -166,6 +166,17 @@ def test_spheres_have_a_dimension(dim):
         theory.cap_measure(dim, 1.0)
 
 
+def test_whole_numbers_that_no_float_holds_are_refused_by_name():
+    huge = 10**400
+    with pytest.raises(ValueError, match="angle must be an angle"):
+        theory.cap_measure(10, huge)
+    with pytest.raises(ValueError, match="delta must be between 0 and 1"):
+        theory.pac_bayes_bound(-1.0, 10, -huge)
+    with pytest.raises(ValueError, match="log_solutions must be a number"):
+        theory.generalisation_bound([(3, 5)], 0.5, 10, log_solutions=huge)
+    assert theory.pac_bayes_bound(-huge, 10).vacuous
+
+
 def test_real_numbers_may_be_numpys():
     half = np.float32(0.5)
     assert theory.cap_measure(10, half) == theory.cap_measure(10, 0.5)

@@ -22,4 +22,9 @@ def whole(name: str, value: Any, least: int | None = None, what: str = "") -> in
 
 def real(value: Any) -> float:
     """A real number, such as numpy's, as Python's own; what is none is not a number, and in no range."""
-    return math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # of a whole one that no float holds
+        return -math.inf if value < 0 else math.inf

@@ -721,7 +721,7 @@ def stand_apart(told: Path) -> None:
         settings = task.settings("nero", epochs=2)
         training = Supervised(task, settings, data)
         states = [training.state() for _ in range(2)]
-        states[0]["epoch"] = 1
+        states[0] |= {"epoch": 1, "curve": {name: [0.5] for name in training.curve}}
         next(iter(states[1]["model"].values()))[0] += 1e-6
         mine = peers.rank() == 1
         tries = [(settings, state if mine else None) for state in states]
@@ -737,7 +737,7 @@ def stand_apart(told: Path) -> None:
             pytest.raises(SettingError, match=r"not have the same runs to make: .* see the same --out"),
             cli._workplace(task, told / "made", "cpu", told / "out", "float32", 1) as runs,
         ):
-            runs([settings])
+            runs([settings], False)
         (told / f"told{peers.rank()}").write_text("\n".join(said))
 
 

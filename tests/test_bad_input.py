@@ -446,6 +446,18 @@ def test_what_cannot_be_trained_may_be_frozen(odd, message: str):
     assert model.odd not in optimiser.state
 
 
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+def test_what_cannot_be_trained_after_all_is_told_before_anything_has_changed(on_nonfinite: str):
+    first, odd = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.zeros(3, 4).to(torch.float8_e4m3fn), False)
+    optimiser = nero.Nero([{"params": [first]}, {"params": [odd]}], on_nonfinite=on_nonfinite)
+    before = first.detach().clone()
+    odd.requires_grad_()
+    first.grad, odd.grad = torch.randn(3, 4), torch.zeros_like(odd)
+    with pytest.raises(TypeError, match=r"parameter 0 of group 1 is torch.float8_e4m3fn: train it in"):
+        optimiser.step()
+    assert torch.equal(first, before)
+
+
 def test_flat_parameters_of_fsdp1():
     flat = nn.Parameter(torch.randn(10))
     flat._is_flat_param = True

@@ -236,9 +236,11 @@ class Nero(Counting):
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
         left = [group["params"] for group in self.param_groups] if compiling else self._sweep()
-        for group, parameters in zip(self.param_groups, left, strict=True):
+        # all jobs before the first step: one that cannot be done is met there
+        jobs = [self._jobs(group, parameters) for group, parameters in zip(self.param_groups, left, strict=True)]
+        for group, parameters, each in zip(self.param_groups, left, jobs, strict=True):
             if parameters:
-                backends.step(group["backend"], self._jobs(group, parameters), _settings(group))
+                backends.step(group["backend"], each, _settings(group))
         return loss
 
     @property
@@ -508,6 +510,8 @@ class Nero(Counting):
             grad = parameter.grad
             if grad is None or not parameter.requires_grad:
                 continue
+            if not self.state.get(parameter):
+                check_kind(name_of(self.param_groups, group, index), parameter)
             values = grad.coalesce().values() if grad.is_sparse else grad
             if not bool(values.isfinite().all()):
                 name = name_of(self.param_groups, group, index)

@@ -59,11 +59,6 @@ def check_backend(backend: str, name: str, *tensors: Tensor) -> None:
                 raise ValueError(f"backend='triton' cannot step {name}: {what} is {reason}; {instead}")
 
 
-def version_of(lr: object) -> int:
-    """How often a rate was changed in place, as far as torch counts it."""
-    return lr._version if isinstance(lr, Tensor) and not lr.is_inference() else 0
-
-
 def check_lr(lr: object, wait: bool = True) -> None:
     """Raise if a learning rate makes no sense. Without wait, no accelerator is waited for."""
     if isinstance(lr, Tensor) and lr.numel() != 1:

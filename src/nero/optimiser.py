@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from nero import backends
 from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_backend, check_counts, check_kind, check_lr, check_options, check_parameter, version_of
+from nero.checks import check_backend, check_counts, check_kind, check_lr, check_options, check_parameter
 from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
@@ -59,9 +59,9 @@ class Nero(Counting):
         params: a module, whose layers then say which parameter is what; or, as for any optimiser
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
-            of one element (then ``torch.compile`` does not recompile when it changes), of which each of several groups
-            has a copy of its own: change it there. ``"auto"`` is short for ``lr=0.08, depth="auto"``: an angle that is
-            smaller the deeper the module is.
+            of one element (then ``torch.compile`` does not recompile when it changes), which all groups then have in
+            common, as torch has it. ``"auto"`` is short for ``lr=0.08, depth="auto"``: an angle that is smaller the
+            deeper the module is.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
@@ -149,7 +149,6 @@ class Nero(Counting):
         check_options(defaults)
         self._roles: dict[Tensor, Role] = {}
         self._waiting: list[dict[str, Any]] | None = []
-        self._copies: dict[int, _Copy] = {}
         self._forget()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._let_in()
@@ -197,13 +196,6 @@ class Nero(Counting):
             self._let_in()
 
     def _let_in(self) -> None:
-        settled = len(self.param_groups) - len(self._waiting or [])
-        rates = [id(group["lr"]) for group in self.param_groups]
-        for number, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
-            # what several had in common before, somebody gave them on purpose
-            if rates.count(rate) > 1 and rates[:settled].count(rate) < 2:
-                given, group["lr"] = group["lr"], _own(group["lr"])
-                self._note_copy(number, given)
         for group in self._waiting or []:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -274,10 +266,6 @@ class Nero(Counting):
         super().__setstate__(state)
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
-        known = getattr(self, "_copies", {})
-        self._copies = {}
-        for number in range(len(self.param_groups)):
-            self._note_copy(number, known[number].given if number in known else self.defaults["lr"])
         self._forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -298,7 +286,6 @@ class Nero(Counting):
                 {
                     **saved,
                     **{key: own[key] for key in ("backend", "role", "fan_in_axes", "fan_in_groups")},
-                    "lr": _own(saved["lr"]),
                     "depth": own["depth"]  # if it was counted already, that is kept
                     if saved.get("depth") == "auto" and own["depth"] != 1
                     else saved.get("depth", 1.0),
@@ -385,28 +372,6 @@ class Nero(Counting):
             self._options, self._planned = options, None
         for group in self.param_groups:
             check_lr(group["lr"], wait=False)
-        self._check_copies()
-
-    def _note_copy(self, number: int, given: object) -> None:
-        """Remember of what tensor a group's rate is a copy."""
-        rate = self.param_groups[number]["lr"]
-        if isinstance(given, Tensor) and isinstance(rate, Tensor) and rate is not given:
-            self._copies[number] = _Copy(given, rate, version_of(given), version_of(rate))
-
-    def _check_copies(self) -> None:
-        """Raise if a tensor was changed that groups have copies of, and these were not: who did takes them for one."""
-        for number, (given, rate, *before) in list(self._copies.items()):
-            now = [version_of(given), version_of(rate)]
-            if number >= len(self.param_groups) or self.param_groups[number]["lr"] is not rate:  # another was set
-                del self._copies[number]
-            elif now[1] != before[1]:
-                self._copies[number] = _Copy(given, rate, *now)
-            elif now[0] != before[0] and all(group["lr"] is not given for group in self.param_groups):
-                raise ValueError(
-                    "the tensor that was given as lr was changed, and each of several groups has a copy of it, as has "
-                    "one that was loaded: change the copies, or give all groups the tensor itself (for group in "
-                    "optimiser.param_groups: group['lr'] = lr)"
-                )
 
     def _check_roles(self, group: dict[str, Any]) -> None:
         """Raise if a group says something else of a parameter than when it was added: its state is of what it was."""
@@ -533,20 +498,6 @@ class Nero(Counting):
         elif not any(named) and "param_names" not in group:
             params = [(f"group{len(self.param_groups)}.{index}", each) for index, each in enumerate(params)]
         return {**self._depth_of_the_others(), **group, "params": params}
-
-
-class _Copy(NamedTuple):
-    """A group's rate and the tensor that it is a copy of, with how often each was changed when last looked at."""
-
-    given: Tensor
-    rate: Tensor
-    given_version: int
-    rate_version: int
-
-
-def _own(lr: float | Tensor) -> float | Tensor:
-    """A rate for one group alone: a tensor that several have in common would change once for each of them."""
-    return lr.detach().clone() if isinstance(lr, Tensor) else lr
 
 
 def _settings(group: dict[str, Any]) -> Settings:

@@ -32,7 +32,7 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
     Args:
         name: ``"nero"``, ``"sgd"``, ``"adam"``, ``"lamb"`` or ``"madam"``.
         model: whose parameters to train; Nero balances it at once.
-        lr: a number, or a tensor of one element on the model's device, which all groups then have in common.
+        lr: a number, or a tensor of one element on the model's device.
         options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
             authors' form: a neuron's step is relative to the mean norm of its tensor when the
             optimiser is made; ``scale``, what the steps of gains and biases are relative to (σ_b), ``gain_penalty``,
@@ -116,8 +116,6 @@ def _nero(
         if scale is not None and group["role"] != "neuron":
             group["scale"] = scale
     optimiser = nero.Nero(groups, lr=lr, beta=BETA, fix_mean=fix_mean, fix_norm=fix_norm, gain_penalty=gain_penalty)
-    for group in optimiser.param_groups:
-        group["lr"] = lr  # the very tensor, for whoever trains by changing it
     if depth == "auto":
         optimiser.count_depth(model)
     else:

@@ -186,7 +186,7 @@ def draw(records: Path, figure: Path, console: Console) -> None:
 
 
 def below_best(accuracy: dict[str, dict[float, float]]) -> dict[float, float]:
-    """How many points "auto" loses to the best of the grid, by trust; nothing without a grid."""
+    """How many points "auto" loses to the best of the grid, by trust."""
     best = max(accuracy["nero"].values(), default=math.nan)
     return {trust: best - value for trust, value in accuracy["auto"].items()}
 

@@ -230,9 +230,9 @@ class Nero(Counting):
         left = [group["params"] for group in self.param_groups] if compiling else self._sweep()
         # all jobs before the first step: one that cannot be done is met there
         jobs = [self._jobs(group, parameters) for group, parameters in zip(self.param_groups, left, strict=True)]
-        for group, parameters, each in zip(self.param_groups, left, jobs, strict=True):
-            if parameters:
-                backends.step(group["backend"], each, _settings(group))
+        for group, own in zip(self.param_groups, jobs, strict=True):
+            if own:
+                backends.step(group["backend"], own, _settings(group))
         return loss
 
     @property

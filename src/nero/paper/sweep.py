@@ -110,7 +110,8 @@ def train(
                 for training in active.copy():  # a turn may be the last
                     turn(training)
                     del training  # lest it be held
-                    if interrupted() and (waiting or active) and peers.rank() == 0:  # what is kept now is whole
+                    # what is kept now is whole
+                    if interrupted() and (waiting or active or more) and peers.rank() == 0:
                         _save(active, store)
                         raise KeyboardInterrupt(interrupted())
             except Exception:
@@ -119,8 +120,6 @@ def train(
                 raise
             if time.monotonic() > due:
                 due = time.monotonic() + max(PAUSE, SHARE * _save(active, store))
-        if more and interrupted() and peers.rank() == 0:
-            raise KeyboardInterrupt(interrupted())
     return [done[settings] for settings in runs]
 
 

@@ -24,12 +24,15 @@ def test_the_readmes_first_example_runs():
     assert loss < 0.3  # the targets have variance one
 
 
-def test_import_is_light():
-    """At most 50 ms of work on top of torch's; the best of three, since machines are busy."""
-    code = "import time, torch\nstart = time.process_time()\nimport nero\nprint(time.process_time() - start)"
+def test_import_is_light(tmp_path: Path):
+    """At most 50 ms on top of torch's, compiled as pip leaves it; the best of three, since machines are busy."""
+    code = (
+        f"import sys, time, torch\nsys.dont_write_bytecode, sys.pycache_prefix = False, {str(tmp_path)!r}\n"
+        "start = time.process_time()\nimport nero\nprint(time.process_time() - start)"
+    )
     times = [
         float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
+        for _ in range(4)  # the first compiles
     ]
     assert min(times) < 0.05
 

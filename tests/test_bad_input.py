@@ -219,6 +219,49 @@ def test_half_precision_for_two_thousand_steps(backend: str, dtype: torch.dtype)
     torch.testing.assert_close(weight.double().norm(dim=1), torch.ones(16).double(), rtol=0.01, atol=0)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_no_step_goes_beyond_the_largest_half(backend: str, rounding: str):
+    """Of gains, and of neurons whose norm is free or their own, whole in memory and across it."""
+    largest = torch.finfo(torch.float16).max
+    gain, free, across, own = (nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(4))
+    with torch.no_grad():
+        gain[0, 0] = free[0, 0] = across[0, 0] = 0.99 * largest
+        own[0] = torch.tensor([0.9, -0.9, -0.01, 0.01]) * largest
+    optimiser = nero.Nero(
+        [
+            {"params": [gain], "role": "gain"},
+            {"params": [free], "fix_norm": False, "fix_mean": False},
+            {"params": [across], "fix_norm": False, "fix_mean": False, "fan_in_axes": (0,)},
+            {"params": [own], "fix_norm": "initial"},
+        ],
+        lr=0.5,
+        backend=backend,
+        rounding=rounding,
+    )
+    for _ in range(2):
+        for each in (gain, free, across, own):
+            each.grad = torch.full_like(each, -1)
+        own.grad[:, 2:] = 1
+        optimiser.step()
+        for each in (gain, free, across, own):
+            assert each.isfinite().all()
+            assert each[0, 0] == largest
+
+
+@pytest.mark.parametrize("by_nero", [True, False])
+def test_nothing_is_balanced_beyond_the_largest_half(by_nero: bool):
+    """Without their mean, at the same norm, entries may be larger than any were."""
+    layer = nn.Linear(4, 1, bias=False).half()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[6e4, 6e4, 6e4, 5.9e4]]))
+    if by_nero:
+        nero.Nero(layer, fix_norm="initial")
+    else:
+        nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, fix_norm="initial")
+    assert layer.weight.isfinite().all()
+    assert layer.weight[0, 3] == -torch.finfo(torch.float16).max
+
+
 def test_a_gradient_after_a_huge_one_without_memory(backend: str):
     """With beta = 0, infinity times zero lies in wait."""
     for shape in ((3,), (3, 4)):

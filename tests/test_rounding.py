@@ -44,6 +44,14 @@ def test_what_is_not_finite_stays_so(dtype: torch.dtype):
     assert found[2:].tolist() == [math.inf, -math.inf]
 
 
+@by_dtype
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_is_beyond_the_largest_number_becomes_that(dtype: torch.dtype, rounding: str):
+    largest, beyond = torch.finfo(dtype).max, torch.finfo(torch.float32).max
+    values = torch.tensor([beyond, -beyond, 1.0001 * largest]).clamp(-beyond, beyond)
+    assert rounded(values, dtype, rounding).tolist() == [largest, -largest, largest]
+
+
 def test_full_precision_is_rounded_to_nearest():
     values = torch.randn(100, dtype=torch.float64)
     assert torch.equal(rounded(values, torch.float32, "stochastic"), values.float())

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nero import rows
 from nero.roles import Role, roles_of
+from nero.rounding import rounded
 
 Radius: TypeAlias = float | Tensor
 FixNorm: TypeAlias = bool | Literal["initial"]
@@ -84,7 +85,8 @@ def balance_tensor_(
     if role.kind == "neuron" and tensor.numel():
         view = role.view(tensor)
         if not rows.project_(view, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
-            view.copy_(project(_wide(view), role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor)
+            balanced = project(_wide(view), role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
+            view.copy_(rounded(balanced, view.dtype, "nearest"))
     return tensor
 
 

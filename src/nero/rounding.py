@@ -13,8 +13,12 @@ HALVES = (torch.bfloat16, torch.float16)
 def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
     """The value in that dtype. With ``"stochastic"``, on average over torch's random numbers it is the value itself.
 
-    What the dtype can hold stays as it is, bit for bit. In float32 and wider, rounding is to nearest.
+    What the dtype can hold stays as it is, bit for bit. In float32 and wider, rounding is to nearest. A number beyond
+    the largest of a half becomes that, not infinite.
     """
+    if dtype in HALVES:
+        largest = torch.finfo(dtype).max
+        value = torch.where(value.isfinite(), value.clamp(-largest, largest), value)
     if rounding == "nearest" or dtype not in HALVES or value.dtype != torch.float32:
         return value.to(dtype)
     if dtype == torch.bfloat16:  # the upper half of a float32: what is dropped carries over by chance

@@ -80,6 +80,9 @@ def _neurons_at(record, i):
 def _stored(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
     """X in the dtype of the weights, rounded to nearest or as in nero.rounding."""
     x = x.to(tl.float32)
+    if dtype != tl.float32:
+        largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+        x = tl.where(tl.abs(x) <= LARGEST, tl.minimum(tl.maximum(x, -largest), largest), x)
     bits = x.to(tl.int32, bitcast=True)
     if dtype == tl.bfloat16:  # by hand to nearest too, where Triton's interpreter would round down
         carry = (tl.randint(noise, at) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)

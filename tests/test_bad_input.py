@@ -508,6 +508,20 @@ def test_flat_parameters_of_fsdp1():
         nero.Nero([("module._flat_param", flat)])
 
 
+@torch.inference_mode()
+def _made_for_inference() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def test_parameters_made_for_inference():
+    with pytest.raises(ValueError, match=r"weight was made under torch.inference_mode\(\).*outside"):
+        nero.Nero(_made_for_inference())
+    model = nn.Sequential(_made_for_inference(), nn.Linear(2, 3))
+    with torch.inference_mode():
+        model[0].requires_grad_(False)
+    nero.Nero(model)
+
+
 def test_uninitialised_parameters():
     lazy = nn.LazyLinear(3)
     with pytest.raises(ValueError, match=r"'weight' has no shape yet.*run a batch"):

@@ -420,6 +420,21 @@ def test_weights_edited_between_steps_are_seen(backend: str):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
 
 
+def test_a_state_made_under_inference_mode_serves_outside(backend: str):
+    """Made, unfrozen, loaded or stepped there by who evaluates; torch lets nobody change its tensors outside."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).requires_grad_(False))
+    with torch.inference_mode():
+        optimiser = nero.Nero(model, backend=backend, fix_norm="initial")
+    model[1].requires_grad_()
+    fill_grads(model, 0)
+    with torch.inference_mode():
+        optimiser.step()
+        optimiser.load_state_dict(optimiser.state_dict())
+    model(torch.randn(2, 4)).sum().backward()
+    optimiser.step()
+    assert [float(optimiser.state[each]["step"]) for each in model.parameters()] == [2.0] * 4
+
+
 # -- learning rates --------------------------------------------------------------------------
 
 SCHEDULERS = {

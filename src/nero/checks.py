@@ -24,6 +24,8 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         )
     if parameter.requires_grad:
         check_kind(name, parameter)
+        if parameter.is_inference():
+            raise ValueError(f"{name} was made under torch.inference_mode(), and cannot be trained: make it outside")
         if not bool(parameter.detach().isfinite().all()):
             raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
 

@@ -449,6 +449,7 @@ class Nero(Counting):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
+    @torch.inference_mode(False)  # whose tensors nobody could change outside of it
     @torch.no_grad()
     def _take_in(self, parameter: Tensor, role: Role, group: dict[str, Any]) -> dict[str, Tensor]:
         """Balance a parameter that enters and give it its state."""

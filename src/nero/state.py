@@ -47,6 +47,7 @@ def state_shape(parameter: Tensor, role: Role) -> list[int]:
     return [1 if axis in role.axes else size for axis, size in enumerate(shape)]
 
 
+@torch.inference_mode(False)  # whose tensors nobody could change outside of it
 def checked_state(
     incoming: Mapping[str, Any], groups: list[dict[str, Any]], options: set[str]
 ) -> dict[Tensor, dict[str, Any]]:

@@ -468,8 +468,9 @@ def test_bad_parameters(parameter, kind: type[Exception], message: str):
         (lambda: torch.randn(3, 2, dtype=torch.complex64), "odd is complex.*view_as_real"),
         (lambda: torch.randn(3, 2).to(torch.float8_e4m3fn), "odd is torch.float8_e4m3fn.*bfloat16 or wider"),
         (lambda: torch.randn(3, 2, device="meta"), "odd is on the meta device.*to_empty"),
+        (lambda: torch.full((3, 2), math.nan), "odd holds values that are infinite or not a number"),
     ],
-    ids=["complex", "float8", "meta"],
+    ids=["complex", "float8", "meta", "NaN"],
 )
 def test_what_cannot_be_trained_may_be_frozen(odd, message: str):
     """As a base of quantised weights is under LoRA; it is refused where it is trained after all."""
@@ -490,15 +491,27 @@ def test_what_cannot_be_trained_may_be_frozen(odd, message: str):
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
-def test_what_cannot_be_trained_after_all_is_told_before_anything_has_changed(on_nonfinite: str):
-    first, odd = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.zeros(3, 4).to(torch.float8_e4m3fn), False)
-    optimiser = nero.Nero([{"params": [first]}, {"params": [odd]}], on_nonfinite=on_nonfinite)
-    before = first.detach().clone()
-    odd.requires_grad_()
-    first.grad, odd.grad = torch.randn(3, 4), torch.zeros_like(odd)
-    with pytest.raises(TypeError, match=r"parameter 0 of group 1 is torch.float8_e4m3fn: train it in"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(3, 4).to(torch.float8_e4m3fn), r"is torch.float8_e4m3fn: train it in"),
+        (torch.full((3, 4), math.nan), "holds values that are infinite or not a number"),
+    ],
+    ids=["float8", "NaN"],
+)
+def test_what_cannot_be_trained_after_all_is_told_before_anything_has_changed(
+    values: Tensor, message: str, on_nonfinite: str
+):
+    first, late = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    odd = nn.Parameter(values.clone(), requires_grad=False)
+    optimiser = nero.Nero([{"params": [first, late]}, {"params": [odd]}], on_nonfinite=on_nonfinite)
+    before = [first.detach().clone(), late.detach().clone()]
+    late.requires_grad_(), odd.requires_grad_()
+    first.grad, late.grad, odd.grad = torch.randn(3, 4), torch.randn(3, 4), torch.zeros_like(odd)
+    with pytest.raises((TypeError, ValueError), match=f"parameter 0 of group 1 {message}"):
         optimiser.step()
-    assert torch.equal(first, before)
+    assert torch.equal(first, before[0])
+    assert torch.equal(late, before[1]), "not even taken in"
 
 
 def test_flat_parameters_of_fsdp1():

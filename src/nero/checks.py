@@ -5,6 +5,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
@@ -23,20 +24,22 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     if parameter.requires_grad:
-        check_kind(name, parameter)
-        if parameter.is_inference():
-            raise ValueError(f"{name} was made under torch.inference_mode(), and cannot be trained: make it outside")
-        if not bool(parameter.detach().isfinite().all()):
-            raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
+        check_trained(name, parameter)
 
 
-def check_kind(name: str, parameter: Tensor) -> None:
-    """Raise if a parameter's numbers are none that Nero can train. No accelerator is waited for."""
+def check_trained(name: str, parameter: Tensor) -> None:
+    """Raise if a parameter's numbers are none that Nero can train."""
     if parameter.is_complex():
         raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
     if parameter.dtype.itemsize < 2:
         raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
     check_memory(name, parameter)
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return  # where nobody can look at values
+    if parameter.is_inference():
+        raise ValueError(f"{name} was made under torch.inference_mode(), and cannot be trained: make it outside")
+    if not bool(parameter.detach().isfinite().all()):
+        raise ValueError(f"{name} holds values that are infinite or not a number: initialise it first")
 
 
 def check_counts(model: nn.Module) -> None:

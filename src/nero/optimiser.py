@@ -13,7 +13,7 @@ from nero import backends
 from nero.backends import Backend, Job, Settings
 from nero.backends.triton import Line, Rate, Sweep, form_of, why_not, works
 from nero.balance import SCALE_AT_ORIGIN, FixNorm, balance_tensor_, initial_radius, statistics_dtype
-from nero.checks import check_backend, check_counts, check_kind, check_lr, check_options, check_parameter
+from nero.checks import check_backend, check_counts, check_lr, check_options, check_parameter, check_trained
 from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
@@ -327,14 +327,9 @@ class Nero(Counting):
         ]
 
     def _job(self, group: dict[str, Any], parameter: Tensor, grad: Tensor) -> Job:
-        if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
-            self._roles[parameter] = role_in(group, parameter)
-        role = self._roles[parameter]
-        state = self.state.get(parameter)
-        if not state:  # it was frozen when it was added, and so not looked at
-            index = next(i for i, each in enumerate(group["params"]) if each is parameter)
-            check_kind(name_of(self.param_groups, group, index), parameter)
-            state = self._take_in(parameter, role, group)
+        if not self.state.get(parameter):
+            self._take_in_late()
+        role, state = self._role(group, parameter), self.state[parameter]
         dtype = statistics_dtype(parameter.dtype)
         if state["grad_norm"].dtype != dtype:  # the parameter was cast since
             state.update({key: state[key].to(dtype) for key in ("grad_norm", "scale", "radius") if key in state})
@@ -344,6 +339,11 @@ class Nero(Counting):
             grad = role.view(grad.to_dense() if grad.is_sparse else grad)
         pull = -group["gain_penalty"] if group["maximize"] else group["gain_penalty"]
         return Job(role.view(parameter), grad, state, role.axes, pull if role.kind == "gain" else 0.0)
+
+    def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
+        if parameter not in self._roles:  # a copy, or a framework's stand-in for what was added
+            self._roles[parameter] = role_in(group, parameter)
+        return self._roles[parameter]
 
     def _sweep(self) -> list[list[Tensor]]:
         """Let Triton's kernels step what they can. What is left for the other backends, by group."""
@@ -449,6 +449,19 @@ class Nero(Counting):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
+    def _take_in_late(self) -> None:
+        """Take in what was frozen when it was added and has its first gradient; all of it is looked at first."""
+        late = [
+            (parameter, group, name_of(self.param_groups, group, index))
+            for group in self.param_groups
+            for index, parameter in enumerate(group["params"])
+            if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
+        ]
+        for parameter, _, name in late:
+            check_trained(name, parameter)
+        for parameter, group, _ in late:
+            self._take_in(parameter, self._role(group, parameter), group)
+
     @torch.inference_mode(False)  # whose tensors nobody could change outside of it
     @torch.no_grad()
     def _take_in(self, parameter: Tensor, role: Role, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -477,7 +490,7 @@ class Nero(Counting):
             if grad is None or not parameter.requires_grad:
                 continue
             if not self.state.get(parameter):
-                check_kind(name_of(self.param_groups, group, index), parameter)
+                check_trained(name_of(self.param_groups, group, index), parameter)
             values = grad.coalesce().values() if grad.is_sparse else grad
             if not bool(values.isfinite().all()):
                 name = name_of(self.param_groups, group, index)

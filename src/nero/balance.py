@@ -98,7 +98,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
     it has its values: after ``to_empty`` and its initialisation, or after loading.
 
     Raises:
-        TypeError: something that is not a module, a complex parameter.
+        TypeError: something that is not a module, a complex parameter that is trained.
         ValueError: a constraint that is neither on nor off, a model on the meta device.
 
     Example:
@@ -138,7 +138,7 @@ def is_balanced(
             rounding to the parameter's dtype explains.
 
     Raises:
-        TypeError: something that is not a module, a complex parameter.
+        TypeError: something that is not a module, a complex parameter that is trained.
         ValueError: a constraint that is neither on nor off, a model without neurons to train, or on the meta device.
     """
     _check_constraints(fix_mean, fix_norm)
@@ -182,7 +182,7 @@ def balance_after_step(
         a handle whose ``remove()`` ends it.
 
     Raises:
-        TypeError: no optimiser, something that is not a module, a complex parameter.
+        TypeError: no optimiser, something that is not a module, a complex parameter that is trained.
         ValueError: a constraint that is none, or a model on the meta device, whose parameters will be replaced.
 
     Example:
@@ -278,8 +278,12 @@ def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.P
     roles = roles_of(model)
     parameters = dict(model.named_parameters())
     for name, role in roles.items():
-        if parameters[name].is_complex() and (frozen or parameters[name].requires_grad):
-            raise TypeError(f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
+        if parameters[name].is_complex():
+            if parameters[name].requires_grad:
+                raise TypeError(
+                    f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)"
+                )
+            continue
         if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
             if parameters[name].requires_grad:
                 check_memory(repr(name), parameters[name])

@@ -428,14 +428,14 @@ class Nero(Counting):
         if not (by_name or by_itself) or not parameter.numel():
             return None
         grad = parameter.grad if parameter.requires_grad else None
+        if grad is None and not self.state.get(parameter):
+            return None  # frozen, so far
         seen = [parameter] if grad is None else [parameter, grad]
         if any(map(why_not, seen)):
-            if by_name:
+            if by_name and parameter.requires_grad:
                 index = next(i for i, each in enumerate(group["params"]) if each is parameter)
                 check_backend("triton", name_of(self.param_groups, group, index), *seen)
             return None
-        if grad is None and not self.state.get(parameter):
-            return None  # frozen, so far
         job = self._job(group, parameter, parameter if grad is None else grad)
         return None if form_of(job) is None else Line(parameter, job, _settings(group), number)
 
@@ -443,7 +443,7 @@ class Nero(Counting):
         """A parameter's role, if Nero can train it in that."""
         name, parameter = name_of(self.param_groups, group, index), group["params"][index]
         check_parameter(name, parameter)
-        check_backend(group["backend"], name, parameter)
+        check_backend(group["backend"], name, *([parameter] if parameter.requires_grad else []))
         try:
             return role_in(group, parameter)
         except ValueError as error:

@@ -85,6 +85,18 @@ def test_padding_row_stays_zero_while_the_table_learns(backend: str):
         assert (angle(table.weight, before)[[0, 1, 3, 4]] > 1e-3).all()
 
 
+def test_a_padding_row_that_is_not_zero_is_balanced_with_its_table_and_not_trained(backend: str):
+    table = nn.Embedding.from_pretrained(3 * torch.randn(5, 8), freeze=False, padding_idx=2)
+    optimiser = nero.Nero(table, backend=backend)
+    assert nero.is_balanced(table)
+    entered = table.weight[2].detach().clone()
+    for _ in range(3):
+        optimiser.zero_grad()
+        (table(torch.arange(5)) * torch.randn(8)).sum().backward()
+        optimiser.step()
+    assert torch.equal(table.weight[2], entered)
+
+
 @pytest.mark.parametrize("value", [1.0, 0.1, -3e20, 1e-20])
 def test_constant_rows_wait_for_a_gradient(backend: str, value: float):
     weight = nn.Parameter(torch.full((3, 9), value))

@@ -420,6 +420,19 @@ def test_weights_edited_between_steps_are_seen(backend: str):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(40, 6), (2, 6), (4, 6, 3)], ids=str)
+def test_a_parameter_that_has_changed_its_shape_stops_the_step(backend: str, shape: tuple[int, ...]):
+    """As where a table is given more rows by its ``.data``: compiled code must not write beyond the state's end."""
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimiser = nero.Nero([weight], backend=backend)
+    weight.grad = torch.randn(4, 6)
+    optimiser.step()
+    weight.data, weight.grad = torch.randn(shape), None
+    weight.grad = torch.randn(shape)
+    with pytest.raises(RuntimeError, match=r"size|shape"):
+        optimiser.step()
+
+
 def test_a_state_made_under_inference_mode_serves_outside(backend: str):
     """Made, unfrozen, loaded or stepped there by who evaluates; torch lets nobody change its tensors outside."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).requires_grad_(False))

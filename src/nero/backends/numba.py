@@ -102,7 +102,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         # of a sharded tensor and the like, pointers are not what they seem
         plain = type(weight) in (Parameter, Tensor) and weight.is_cpu and grad.layout is torch.strided
         cut = _layout(weight.shape, stride, axes) if plain and not weight.is_neg() else None
-        if work is None or cut is None or not state_is_as_made(job):
+        if work is None or cut is None or state["grad_norm"].numel() != cut[0].neurons or not state_is_as_made(job):
             rest.append(job)
             continue
         layout, pieces = cut

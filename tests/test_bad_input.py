@@ -465,9 +465,10 @@ def test_a_group_that_fails_leaves_no_trace(group: dict):
     [
         (lambda: torch.randn(3, 2, dtype=torch.complex64), TypeError, "odd is complex.*view_as_real"),
         (lambda: torch.randn(3, 2, device="meta"), ValueError, "odd is on the meta device.*to_empty"),
+        (lambda: torch.eye(3, 2).to_sparse(), TypeError, "odd is laid out as torch.sparse_coo.*dense"),
         (lambda: torch.tensor([[1.0, math.nan]]), ValueError, "odd holds values.*initialise"),
     ],
-    ids=["complex", "meta", "NaN"],
+    ids=["complex", "meta", "sparse", "NaN"],
 )
 def test_bad_parameters(parameter, kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):

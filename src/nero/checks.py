@@ -33,6 +33,8 @@ def check_trained(name: str, parameter: Tensor) -> None:
         raise TypeError(f"{name} is complex: hold it as a real parameter of twice the size (torch.view_as_real)")
     if parameter.dtype.itemsize < 2:
         raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
+    if parameter.layout is not torch.strided:
+        raise TypeError(f"{name} is laid out as {parameter.layout}: hold it as a dense parameter")
     check_memory(name, parameter)
     if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return  # where nobody can look at values

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("typer")
 from rich.console import Console
@@ -972,18 +972,21 @@ def begun(loop, store):
     [
         ("supervised", ["model", "0.weight"], None, "Missing key"),
         ("supervised", ["model", "0.weight"], torch.ones(2), "size mismatch"),
+        ("supervised", ["model", "0.weight"], Tensor.half, "0.weight is a torch.float16 tensor"),
         ("supervised", ["optimiser", "param_groups"], None, "lacks 'param_groups'"),
         ("supervised", ["optimiser", "param_groups"], [], "different number of parameter groups"),
         ("supervised", ["optimiser", "param_groups", 0, "betas"], None, "lacks 'betas of group 0'"),
         ("supervised", ["optimiser", "state", 0], None, "lacks 'exp_avg of parameter 0'"),
         ("supervised", ["optimiser", "state", 0, "exp_avg"], None, "lacks 'exp_avg of parameter 0'"),
         ("supervised", ["optimiser", "state", 0, "exp_avg"], torch.ones(1), r"exp_avg of parameter 0 is .* \(1,\)"),
+        ("supervised", ["optimiser", "state", 0, "exp_avg"], Tensor.double, "exp_avg .* torch.float64"),
         ("supervised", ["optimiser", "state", 1, "exp_avg_sq"], 0.5, "exp_avg_sq of parameter 1 is a plain value"),
-        ("supervised", ["optimiser", "state", 0, "step"], torch.ones(2), r"where a tensor shaped \(\) is needed"),
+        ("supervised", ["optimiser", "state", 0, "step"], torch.ones(2), r"where a .* tensor shaped \(\) is needed"),
         ("supervised", ["optimiser", "param_groups", 0, "eps"], torch.ones(2), "eps of group 0 .* where a plain value"),
         ("supervised", ["generator"], torch.ones(2), "does not fit"),
-        ("supervised", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a tensor shaped \(3,\) is needed"),
-        ("supervised", ["totals"], 0.5, "totals is a plain value where a tensor"),
+        ("supervised", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a .* tensor shaped \(3,\) is needed"),
+        ("supervised", ["totals"], torch.ones(3), "totals is a torch.float32 tensor .* where a torch.float64 tensor"),
+        ("supervised", ["totals"], 0.5, "totals is a plain value where a .* tensor"),
         ("supervised", ["run"], 0, "lacks 'run'"),
         ("supervised", ["run", "data"], None, "lacks 'data' of its run"),
         ("supervised", ["commits"], 0, "lacks 'commits'"),
@@ -1004,13 +1007,15 @@ def begun(loop, store):
         ("agent", ["step"], 10**6, "epoch 0, step 1000000 of"),
         ("adversarial", ["pair"], None, "lacks 'pair'"),
         ("adversarial", ["pair", "generator.first.bias"], torch.ones(2), "size mismatch"),
+        ("adversarial", ["pair", "generator.first.bias"], Tensor.bfloat16, "first.bias is a torch.bfloat16"),
         ("adversarial", ["optimisers", "generator"], None, "lacks 'generator'"),
         ("adversarial", ["optimisers", "generator", "state", 0], None, "lacks 'exp_avg of parameter 0'"),
         ("adversarial", ["optimisers", "generator", "state", 0, "exp_avg"], torch.ones(1), "exp_avg of parameter 0 is"),
-        ("adversarial", ["totals"], torch.ones(()), r"totals is .* \(\) where a tensor shaped \(2,\) is needed"),
+        ("adversarial", ["totals"], torch.ones(()), r"totals is .* \(\) where a .* tensor shaped \(2,\) is needed"),
         ("adversarial", ["random"], None, "lacks 'random'"),
         ("adversarial", ["curve", "generator_loss"], None, "does not fit .*differ in generator_loss"),
         ("agent", ["model", "actor.bias"], torch.ones(2), "size mismatch"),
+        ("agent", ["model", "actor.bias"], Tensor.double, "actor.bias is a torch.float64 tensor"),
         ("agent", ["optimiser", "state", 0], None, "lacks 'exp_avg of parameter 0'"),
         ("agent", ["optimiser", "state", 0, "exp_avg"], torch.ones(1), "exp_avg of parameter 0 is"),
         ("agent", ["curve", "reward"], None, "does not fit .*differ in reward"),
@@ -1018,9 +1023,10 @@ def begun(loop, store):
         ("agent", ["arcade", "episodes"], None, "lacks 'episodes'"),
         ("agent", ["arcade", "actions"], [], "does not fit"),
         ("agent", ["arcade", "returns", 0], None, "does not fit .*1 returns for 2 games"),
-        ("agent", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a tensor shaped \(4,\) is needed"),
+        ("agent", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a .* tensor shaped \(4,\) is needed"),
         ("agent", ["round", "values"], torch.ones(5), "does not fit"),
-        ("agent", ["round", "outcomes"], torch.ones(2, 1), r"outcomes is .* \(2, 1\) where a tensor shaped"),
+        ("agent", ["round", "outcomes"], torch.ones(2, 1), r"outcomes is .* \(2, 1\) where a .* tensor shaped"),
+        ("agent", ["round", "actions"], Tensor.float, "actions is a torch.float32 .* where a torch.int64"),
         ("agent", ["round", "frames"], None, "lacks 'frames'"),
         ("agent", ["round", "returns"], None, "lacks 'returns'"),
     ],
@@ -1033,9 +1039,9 @@ def test_a_checkpoint_that_does_not_fit_is_named(loop, within, value, words, tmp
     part = state
     for key in within[:-1]:
         part = part[key]
-    del part[within[-1]]
+    before = part.pop(within[-1])
     if value is not None:
-        part[within[-1]] = value
+        part[within[-1]] = value(before) if callable(value) else value
     torch.save(state, path)
     kept = path.read_bytes()
     with pytest.raises(StoreError, match=rf"{path} .*{words}.*: delete it to begin this run again") as told:

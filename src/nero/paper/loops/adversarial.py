@@ -15,7 +15,7 @@ from nero.paper.data import Dataset, Pictures
 from nero.paper.judges import LOOK, Judge, judges
 from nero.paper.judges.frechet import Gaussian
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
+from nero.paper.loops.training import Training, fill, load, on_cpu, products_in, refill
 from nero.paper.models.biggan import Pair
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -105,7 +105,7 @@ class Adversarial(Training):
                 "now; let $NERO_INCEPTION be as it was, or delete the checkpoint to begin again"
             )
         super().go_on_from(state)
-        self.pair.load_state_dict(state["pair"])
+        fill(self.pair, state["pair"])
         for name, optimiser in self.optimisers.items():
             load(optimiser, state["optimisers"][name], self.lr)
         if self.step:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nero.paper import baselines, peers
 from nero.paper.data import Dataset
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
+from nero.paper.loops.training import Training, fill, load, on_cpu, products_in, refill
 from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -124,7 +124,7 @@ class Supervised(Training):
                 f"{peers.count()}: start {before} again, or delete its checkpoint to begin anew"
             )
         super().go_on_from(state)
-        self.model.load_state_dict(state["model"])
+        fill(self.model, state["model"])
         load(self.optimiser, state["optimiser"], self.lr)
         if self.step:
             self._begin_epoch()

@@ -175,15 +175,27 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
+def fill(network: nn.Module, state: dict[str, Any]) -> None:
+    """Have a network's parameters and buffers hold what a state has by their names.
+
+    Raises:
+        RuntimeError: if it lacks some, has others, or one of another shape.
+        ValueError: if it has one of another dtype, which torch would cast.
+    """
+    network.load_state_dict(state)
+    for name, tensor in network.state_dict().items():
+        _match(name, state[name], tensor)
+
+
 def refill(tensor: Tensor, state: dict[str, Any], name: str) -> None:
     """Have a tensor hold what a state has by that name.
 
     Raises:
         KeyError: if it has none.
-        ValueError: if that is no tensor, or one of another shape; torch would spread it over this one, where it can.
+        ValueError: if that is no tensor, or one of another shape or dtype; torch would spread it over this one, where
+            it can, and cast it.
     """
-    if (found := _kind(state[name])) != (wanted := _kind(tensor)):
-        raise ValueError(f"{name} is {found} where {wanted} is needed")
+    _match(name, state[name], tensor)
     tensor.copy_(state[name])
 
 
@@ -192,30 +204,35 @@ def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) ->
 
     Raises:
         KeyError: if the state lacks something that the optimiser has; torch does not look, and misses it in a step.
-        ValueError: if it has a tensor of another shape, or none where there is to be one; nor does torch look there.
+        ValueError: if it has a tensor of another shape or dtype, or none where there is to be one; nor does torch look
+            there.
     """
-    wanted = _kept(optimiser)
+    wanted = _kept(optimiser.state_dict())
     optimiser.load_state_dict(state)
-    found = _kept(optimiser)
+    found = _kept(state)  # and not as it was loaded, which may be cast
     if lacking := wanted.keys() - found.keys():
         raise KeyError(min(lacking))
-    for name, kind in wanted.items():
-        if found[name] != kind:
-            raise ValueError(f"{name} is {found[name]} where {kind} is needed")
+    for name, value in wanted.items():
+        _match(name, found[name], value)
     for group in optimiser.param_groups:
         group["lr"] = lr
 
 
-def _kept(optimiser: torch.optim.Optimizer) -> dict[str, str]:
-    """The names of all that an optimiser keeps, and what kind of thing each is."""
-    kept = optimiser.state_dict()
-    parts = {f"group {number}": group for number, group in enumerate(kept["param_groups"])}
-    parts |= {f"parameter {number}": each for number, each in kept["state"].items()}
-    return {f"{name} of {part}": _kind(value) for part, values in parts.items() for name, value in values.items()}
+def _kept(state: dict[str, Any]) -> dict[str, Any]:
+    """All that an optimiser keeps, by name."""
+    parts = {f"group {number}": group for number, group in enumerate(state["param_groups"])}
+    parts |= {f"parameter {number}": each for number, each in state["state"].items()}
+    return {f"{name} of {part}": value for part, values in parts.items() for name, value in values.items()}
+
+
+def _match(name: str, value: Any, wanted: Any) -> None:
+    """Raise a ValueError unless both are tensors of one shape and dtype, or neither is a tensor."""
+    if (found := _kind(value)) != (needed := _kind(wanted)):
+        raise ValueError(f"{name} is {found} where {needed} is needed")
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor shaped {tuple(value.shape)}" if isinstance(value, Tensor) else "a plain value"
+    return f"a {value.dtype} tensor shaped {tuple(value.shape)}" if isinstance(value, Tensor) else "a plain value"
 
 
 @contextmanager

@@ -107,6 +107,8 @@ class Store:
         for key, kind in (("run", dict), ("commits", list)):
             if not isinstance(state.get(key), kind):
                 raise unfit(path, f"lacks {key!r}")
+        if strange := [each for each in state["commits"] if each is not None and not isinstance(each, str)]:
+            raise unfit(path, f"has {strange[0]!r} among its commits")
         found, wanted = state["run"], _identity(task, settings, device)
         if lacking := wanted.keys() - found.keys():
             raise unfit(path, f"lacks {min(lacking)!r} of its run")

@@ -130,6 +130,9 @@ class Supervised(Training):
             self._begin_epoch()
             self.generator.set_state(state["generator"])
             refill(self.totals, state, "totals")
+            _, correct, count = self.totals.tolist()  # a loss may be anything, where a run has diverged
+            if not 0 <= correct <= count < math.inf or not count:
+                raise ValueError(f"totals are of {correct:g} right out of {count:g}")
 
     def _digest(self) -> int:
         """A sum of the weights that is the same on every machine: of their bits."""

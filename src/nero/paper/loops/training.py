@@ -113,7 +113,7 @@ class Training(ABC):
         if differing := set(state["curve"]) ^ set(self.curve):
             raise ValueError(f"its curve and the run's differ in {', '.join(sorted(differing))}")
         for name, kind in (("epoch", int), ("step", int), ("seconds", float), ("beside", int), ("resumed", int)):
-            if type(state[name]) is not kind or not state[name] >= 0:
+            if type(state[name]) is not kind or not 0 <= state[name] < math.inf:
                 raise ValueError(f"{name} is {state[name]!r}")
         epoch, step = state["epoch"], state["step"]
         if epoch > self.settings.epochs or step > self.steps_an_epoch or (step and epoch == self.settings.epochs):

@@ -38,7 +38,8 @@ class Training(ABC):
         resumed: how often the run was broken off.
         amid: whether a step that fails may be half made, so that where the run stands is not to be kept.
         files: what is to be kept beside the record, by the end of its name; whoever writes it takes it away.
-        tell: told, within a step, of what else it does that takes long; whoever shows the run puts it there.
+        tell: told, within a step, of what else it does that takes long, and perhaps what share of that is done; whoever
+            shows the run puts it there.
     """
 
     def __init__(self, task: Task, settings: Settings, device: torch.device, steps_an_epoch: int) -> None:
@@ -47,7 +48,7 @@ class Training(ABC):
         self.curve: dict[str, list[float | None]] = {}
         self.beside, self.resumed, self.amid = 1, 0, True
         self.files: dict[str, bytes] = {}
-        self.tell: Callable[[str], None] = lambda _: None
+        self.tell: Callable[..., None] = lambda *_: None
         self._spent, self._since = 0.0, time.perf_counter()
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]

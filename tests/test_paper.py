@@ -1157,6 +1157,12 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     assert not new.exists()
 
 
+def test_a_file_that_another_process_has_done_with_by_now_does_no_harm(tmp_path, monkeypatch):
+    gone = tmp_path / "tiny" / "sgd-lr0.1-seed0.checkpoint.1.part"
+    monkeypatch.setattr(Path, "glob", lambda *_: [gone])
+    Store(tmp_path).check(TINY, 1)
+
+
 def test_a_record_says_how_often_it_was_broken_off_and_by_which_commits(tmp_path, monkeypatch):
     monkeypatch.setenv("NERO_COMMIT", "one")
     watch = Watch()

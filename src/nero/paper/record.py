@@ -56,8 +56,9 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write into {folder}: {error.strerror}; name another folder by --out") from error
         for part in folder.glob("*.part"):  # what a killed process left half written
-            if part.stat().st_mtime < time.time() - STALE:
-                part.unlink(missing_ok=True)
+            with suppress(OSError):  # another process, which lives, has done with it, or it is another user's
+                if part.stat().st_mtime < time.time() - STALE:
+                    part.unlink()
         if free < bytes_needed:
             raise StoreError(
                 f"{self.root} has {free / 1e6:,.0f} MB free, and checkpoints need {bytes_needed / 1e6:,.0f} MB: "

@@ -368,6 +368,12 @@ def test_the_bound_wants_a_delta(delta):
         theory.pac_bayes_bound(-1.0, 10, delta)
 
 
+def test_the_bound_is_told_for_the_least_delta_that_a_float_holds():
+    """Of two examples, so that nothing is divided by more than one."""
+    log_delta = -1074 * math.log(2)
+    assert theory.pac_bayes_bound(-1.0, 2, 2.0**-1074).bound == pytest.approx(math.log(4) - log_delta + 1, rel=1e-15)
+
+
 @pytest.mark.parametrize("log_measure", [0.1, math.nan, math.inf, "x", None, False])
 def test_the_bound_wants_a_probability(log_measure):
     with pytest.raises(ValueError, match="logarithm of a probability"):

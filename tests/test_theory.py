@@ -858,6 +858,10 @@ def test_a_step_that_rounding_would_swallow_is_no_step():
     assert found.change == pytest.approx((rounded.norm() / weights.float().norm()).item(), rel=1e-2)
     [found] = theory.relative_change(model.float(), loss, {"weight": 0.001 * weights.float()}).layers
     assert found.change == pytest.approx(0.001, rel=1e-3)
+    with pytest.raises(
+        ValueError, match=r"finer than torch\.float32 tells apart: measure a copy .* in float64, or a lon"
+    ):
+        theory.relative_change(model, loss, {"weight": 1e-9 * weights.float()})
 
 
 def test_autocast_sees_the_weights_that_are_tried():

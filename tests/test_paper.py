@@ -30,7 +30,7 @@ from rich.console import Console
 
 import nero
 import nero_command
-from nero.paper import cli, progress, record, sweep
+from nero.paper import cli, peers, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
 from nero.paper.data import DataError, Images, Pictures, corpus, load, pairs
@@ -46,7 +46,7 @@ from nero.paper.models.transformer import Translator, language_model
 from nero.paper.models.vgg import vgg11
 from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
-from nero.paper.record import Store, StoreError, read_records, write_whole
+from nero.paper.record import Onlooker, Store, StoreError, read_records, write_whole
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
 
@@ -697,6 +697,20 @@ def test_the_second_interrupt_waits_for_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(TINY, [TINY.settings("nero")], made(), Store(tmp_path), watch)
     assert not list(tmp_path.rglob("*.checkpoint"))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_the_first_has_left_was_interrupted_if_it_was_asked_to_stop(asked, tmp_path, monkeypatch):
+    def left(_):
+        if asked:
+            signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(peers, "rank", lambda: 1)
+    monkeypatch.setattr(Supervised, "advance", left)
+    with pytest.raises(KeyboardInterrupt if asked else RuntimeError) as error:
+        train(TINY, [TINY.settings("nero")], made(), Onlooker(tmp_path), Watch())
+    assert error.value.args == ((signal.SIGTERM,) if asked else ("Connection closed by peer",))
 
 
 def test_outside_the_main_thread_a_run_is_a_run(tmp_path):

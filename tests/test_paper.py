@@ -23,14 +23,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import Tensor, nn
 
 pytest.importorskip("typer")
 from rich.console import Console
 
 import nero
 import nero_command
-from nero.paper import cli, progress, record, sweep
+from nero.paper import cli, peers, progress, record, sweep
 from nero.paper import data as data_module
 from nero.paper.baselines import lamb
 from nero.paper.data import DataError, Images, Pictures, corpus, load, pairs
@@ -46,7 +46,7 @@ from nero.paper.models.transformer import Translator, language_model
 from nero.paper.models.vgg import vgg11
 from nero.paper.progress import Display
 from nero.paper.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
-from nero.paper.record import Store, StoreError, read_records, write_whole
+from nero.paper.record import Onlooker, Store, StoreError, read_records, write_whole
 from nero.paper.sweep import search, train
 from nero.paper.tasks import TASKS, task_named
 
@@ -699,6 +699,20 @@ def test_the_second_interrupt_waits_for_nothing(tmp_path):
     assert not list(tmp_path.rglob("*.checkpoint"))
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_the_first_has_left_was_interrupted_if_it_was_asked_to_stop(asked, tmp_path, monkeypatch):
+    def left(_):
+        if asked:
+            signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(peers, "rank", lambda: 1)
+    monkeypatch.setattr(Supervised, "advance", left)
+    with pytest.raises(KeyboardInterrupt if asked else RuntimeError) as error:
+        train(TINY, [TINY.settings("nero")], made(), Onlooker(tmp_path), Watch())
+    assert error.value.args == ((signal.SIGTERM,) if asked else ("Connection closed by peer",))
+
+
 def test_outside_the_main_thread_a_run_is_a_run(tmp_path):
     with ThreadPoolExecutor() as threads:
         (found,) = threads.submit(train, TINY, [TINY.settings("sgd")], made(), Store(tmp_path), Watch()).result()
@@ -972,21 +986,28 @@ def begun(loop, store):
     [
         ("supervised", ["model", "0.weight"], None, "Missing key"),
         ("supervised", ["model", "0.weight"], torch.ones(2), "size mismatch"),
+        ("supervised", ["model", "0.weight"], Tensor.half, "0.weight is a torch.float16 tensor"),
         ("supervised", ["optimiser", "param_groups"], None, "lacks 'param_groups'"),
         ("supervised", ["optimiser", "param_groups"], [], "different number of parameter groups"),
         ("supervised", ["optimiser", "param_groups", 0, "betas"], None, "lacks 'betas of group 0'"),
         ("supervised", ["optimiser", "state", 0], None, "lacks 'exp_avg of parameter 0'"),
         ("supervised", ["optimiser", "state", 0, "exp_avg"], None, "lacks 'exp_avg of parameter 0'"),
         ("supervised", ["optimiser", "state", 0, "exp_avg"], torch.ones(1), r"exp_avg of parameter 0 is .* \(1,\)"),
+        ("supervised", ["optimiser", "state", 0, "exp_avg"], Tensor.double, "exp_avg .* torch.float64"),
         ("supervised", ["optimiser", "state", 1, "exp_avg_sq"], 0.5, "exp_avg_sq of parameter 1 is a plain value"),
-        ("supervised", ["optimiser", "state", 0, "step"], torch.ones(2), r"where a tensor shaped \(\) is needed"),
+        ("supervised", ["optimiser", "state", 0, "step"], torch.ones(2), r"where a .* tensor shaped \(\) is needed"),
         ("supervised", ["optimiser", "param_groups", 0, "eps"], torch.ones(2), "eps of group 0 .* where a plain value"),
         ("supervised", ["generator"], torch.ones(2), "does not fit"),
-        ("supervised", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a tensor shaped \(3,\) is needed"),
-        ("supervised", ["totals"], 0.5, "totals is a plain value where a tensor"),
+        ("supervised", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a .* tensor shaped \(3,\) is needed"),
+        ("supervised", ["totals"], torch.ones(3), "totals is a torch.float32 tensor .* where a torch.float64 tensor"),
+        ("supervised", ["totals"], torch.full((3,), math.nan).double(), "totals are of nan right"),
+        ("supervised", ["totals"], Tensor.zero_, "totals are of 0 right out of 0"),
+        ("supervised", ["totals"], 0.5, "totals is a plain value where a .* tensor"),
         ("supervised", ["run"], 0, "lacks 'run'"),
         ("supervised", ["run", "data"], None, "lacks 'data' of its run"),
         ("supervised", ["commits"], 0, "lacks 'commits'"),
+        ("supervised", ["commits"], ["abc", None, 7], "has 7 among its commits"),
+        ("supervised", ["commits"], [[]], r"has \[\] among its commits"),
         ("supervised", ["curve", "test_loss"], None, "does not fit .*differ in test_loss"),
         ("supervised", ["curve", "test_loss"], [1.0], "1 values of test_loss for 0 epochs"),
         ("supervised", ["curve", "test_loss"], (), "no list of test_loss for 0 epochs"),
@@ -999,18 +1020,21 @@ def begun(loop, store):
         ("supervised", ["step"], -1, "step is -1"),
         ("supervised", ["seconds"], "long", "seconds is 'long'"),
         ("supervised", ["seconds"], math.nan, "seconds is nan"),
+        ("supervised", ["seconds"], math.inf, "seconds is inf"),
         ("supervised", ["beside"], 1.5, r"beside is 1\.5"),
         ("adversarial", ["epoch"], 99, "epoch 99, step 1 of"),
         ("agent", ["step"], 10**6, "epoch 0, step 1000000 of"),
         ("adversarial", ["pair"], None, "lacks 'pair'"),
         ("adversarial", ["pair", "generator.first.bias"], torch.ones(2), "size mismatch"),
+        ("adversarial", ["pair", "generator.first.bias"], Tensor.bfloat16, "first.bias is a torch.bfloat16"),
         ("adversarial", ["optimisers", "generator"], None, "lacks 'generator'"),
         ("adversarial", ["optimisers", "generator", "state", 0], None, "lacks 'exp_avg of parameter 0'"),
         ("adversarial", ["optimisers", "generator", "state", 0, "exp_avg"], torch.ones(1), "exp_avg of parameter 0 is"),
-        ("adversarial", ["totals"], torch.ones(()), r"totals is .* \(\) where a tensor shaped \(2,\) is needed"),
+        ("adversarial", ["totals"], torch.ones(()), r"totals is .* \(\) where a .* tensor shaped \(2,\) is needed"),
         ("adversarial", ["random"], None, "lacks 'random'"),
         ("adversarial", ["curve", "generator_loss"], None, "does not fit .*differ in generator_loss"),
         ("agent", ["model", "actor.bias"], torch.ones(2), "size mismatch"),
+        ("agent", ["model", "actor.bias"], Tensor.double, "actor.bias is a torch.float64 tensor"),
         ("agent", ["optimiser", "state", 0], None, "lacks 'exp_avg of parameter 0'"),
         ("agent", ["optimiser", "state", 0, "exp_avg"], torch.ones(1), "exp_avg of parameter 0 is"),
         ("agent", ["curve", "reward"], None, "does not fit .*differ in reward"),
@@ -1018,9 +1042,10 @@ def begun(loop, store):
         ("agent", ["arcade", "episodes"], None, "lacks 'episodes'"),
         ("agent", ["arcade", "actions"], [], "does not fit"),
         ("agent", ["arcade", "returns", 0], None, "does not fit .*1 returns for 2 games"),
-        ("agent", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a tensor shaped \(4,\) is needed"),
+        ("agent", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a .* tensor shaped \(4,\) is needed"),
         ("agent", ["round", "values"], torch.ones(5), "does not fit"),
-        ("agent", ["round", "outcomes"], torch.ones(2, 1), r"outcomes is .* \(2, 1\) where a tensor shaped"),
+        ("agent", ["round", "outcomes"], torch.ones(2, 1), r"outcomes is .* \(2, 1\) where a .* tensor shaped"),
+        ("agent", ["round", "actions"], Tensor.float, "actions is a torch.float32 .* where a torch.int64"),
         ("agent", ["round", "frames"], None, "lacks 'frames'"),
         ("agent", ["round", "returns"], None, "lacks 'returns'"),
     ],
@@ -1033,9 +1058,9 @@ def test_a_checkpoint_that_does_not_fit_is_named(loop, within, value, words, tmp
     part = state
     for key in within[:-1]:
         part = part[key]
-    del part[within[-1]]
+    before = part.pop(within[-1])
     if value is not None:
-        part[within[-1]] = value
+        part[within[-1]] = value(before) if callable(value) else value
     torch.save(state, path)
     kept = path.read_bytes()
     with pytest.raises(StoreError, match=rf"{path} .*{words}.*: delete it to begin this run again") as told:
@@ -1144,6 +1169,12 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path):
     assert [old.exists(), new.exists()] == [False, True]
     train(TINY, [TINY.settings("sgd")], made(), store, Watch())
     assert not new.exists()
+
+
+def test_a_file_that_another_process_has_done_with_by_now_does_no_harm(tmp_path, monkeypatch):
+    gone = tmp_path / "tiny" / "sgd-lr0.1-seed0.checkpoint.1.part"
+    monkeypatch.setattr(Path, "glob", lambda *_: [gone])
+    Store(tmp_path).check(TINY, 1)
 
 
 def test_a_record_says_how_often_it_was_broken_off_and_by_which_commits(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 import nero
-from nero.paper import judges, sweep
+from nero.paper import judges, progress, sweep
 from nero.paper.data import DataError, Images, Pictures
 from nero.paper.data.augment import flip
 from nero.paper.judges import Judge
@@ -395,21 +395,22 @@ def test_distances_are_told_when_images_are_looked_at():
     assert training.curve["test_distance"][-1] == pytest.approx(wanted)
 
 
-def test_a_look_at_images_is_shown_while_it_takes(tmp_path, monkeypatch):
-    """On a CPU it takes a minute, in which no step is made."""
+@pytest.mark.parametrize("quiet", [0.0, 15.0])
+def test_a_look_at_images_is_shown_while_it_takes(quiet, tmp_path, monkeypatch):
+    """On a CPU it takes many minutes, in which no step is made. A log has every beginning, and now and then a share."""
     told, seen = StringIO(), []
     shown = Display(Console(file=told, width=200), tmp_path, CPU)
     monkeypatch.setattr(shown.progress, "update", lambda _, **fields: seen.append(fields["metric"]))
-    monkeypatch.setattr(Judge, "gaussian", lambda *_: seen.append("judged") or Gaussian(torch.zeros(1), torch.eye(1)))
+    monkeypatch.setattr(adversarial, "LOOK", 50)
+    monkeypatch.setattr(progress, "QUIET", quiet)
     with shown:
-        train(TINY, [TINY.settings("adam", epochs=1)], made(), Store(tmp_path), shown)
-    assert seen.index("looks at 100 images") < seen.index("judged") < len(seen) - 1
-    assert (
-        seen.count("looks at 100 images")
-        == told.getvalue().count("adam-lr0.0001-seed0-epochs1: looks at 100 images\n")
-        == 1
-    )
-    assert "looks" not in seen[-1]
+        train(TINY, [TINY.settings("adam", epochs=1)], made(100, 50), Store(tmp_path), shown)
+    looks = [metric for metric in seen if " images" in metric]
+    works = ["makes images to look at", "looks at generated images", "looks at train images"]
+    assert looks == [*(line for what in works for line in (what, f"{what}, 50%")), "looks at test images"]
+    assert "images" not in seen[-1]
+    lines = [line.partition(": ")[2] for line in told.getvalue().splitlines() if " images" in line]
+    assert lines == (looks[::2] if quiet else looks)
 
 
 def test_seeds_differ():

@@ -693,6 +693,19 @@ def test_two_processes_do_what_one_does(tmp_path: Path, monkeypatch: pytest.Monk
         torch.testing.assert_close(first[name], value, rtol=1e-3, atol=1e-5)
 
 
+def test_several_processes_are_started_by_the_command_itself():
+    """As the page says it, but for one, to list: what is interrupted during the imports then ends in a line, too."""
+    page = (Path(__file__).parents[1] / "docs" / "paper" / "imagenet.md").read_text()
+    (command,) = re.findall(r"^torchrun --nproc_per_node=4 (.* nero) run imagenet", page, re.M)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split(), "list"],
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("TASK ")
+
+
 def test_what_several_processes_cannot_do_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = kept(made(tmp_path))
     task = replace(SMALL, batch=6)

@@ -368,6 +368,12 @@ def test_the_bound_wants_a_delta(delta):
         theory.pac_bayes_bound(-1.0, 10, delta)
 
 
+def test_the_bound_is_told_for_the_least_delta_that_a_float_holds():
+    """Of two examples, so that nothing is divided by more than one."""
+    log_delta = -1074 * math.log(2)
+    assert theory.pac_bayes_bound(-1.0, 2, 2.0**-1074).bound == pytest.approx(math.log(4) - log_delta + 1, rel=1e-15)
+
+
 @pytest.mark.parametrize("log_measure", [0.1, math.nan, math.inf, "x", None, False])
 def test_the_bound_wants_a_probability(log_measure):
     with pytest.raises(ValueError, match="logarithm of a probability"):
@@ -852,6 +858,10 @@ def test_a_step_that_rounding_would_swallow_is_no_step():
     assert found.change == pytest.approx((rounded.norm() / weights.float().norm()).item(), rel=1e-2)
     [found] = theory.relative_change(model.float(), loss, {"weight": 0.001 * weights.float()}).layers
     assert found.change == pytest.approx(0.001, rel=1e-3)
+    with pytest.raises(
+        ValueError, match=r"finer than torch\.float32 tells apart: measure a copy .* in float64, or a lon"
+    ):
+        theory.relative_change(model, loss, {"weight": 1e-9 * weights.float()})
 
 
 def test_autocast_sees_the_weights_that_are_tried():

@@ -133,9 +133,13 @@ class Display:
     def stopping(self) -> None:
         self.console.print("stopping after this step, to keep what is done; interrupt again to stop at once")
 
-    def _tell(self, bar: TaskID, name: str, what: str) -> None:
+    def _tell(self, bar: TaskID, name: str, what: str, share: float = 0.0) -> None:
+        what += f", {share:.0%}" if share else ""
         self.progress.update(bar, metric=what)
-        if not self.console.is_terminal and self.device.type == "cpu":  # a GPU is done before the line is read
+        if self.console.is_terminal or self.device.type != "cpu":  # a GPU is done before the line is read
+            return
+        if not share or time.monotonic() - self._said > QUIET:
+            self._said = time.monotonic()
             self.console.print(f"{name}: {what}")
 
     def _write_epochs(self, training: Training) -> None:

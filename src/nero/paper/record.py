@@ -56,8 +56,9 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write into {folder}: {error.strerror}; name another folder by --out") from error
         for part in folder.glob("*.part"):  # what a killed process left half written
-            if part.stat().st_mtime < time.time() - STALE:
-                part.unlink(missing_ok=True)
+            with suppress(OSError):  # another process, which lives, has done with it, or it is another user's
+                if part.stat().st_mtime < time.time() - STALE:
+                    part.unlink()
         if free < bytes_needed:
             raise StoreError(
                 f"{self.root} has {free / 1e6:,.0f} MB free, and checkpoints need {bytes_needed / 1e6:,.0f} MB: "
@@ -107,6 +108,8 @@ class Store:
         for key, kind in (("run", dict), ("commits", list)):
             if not isinstance(state.get(key), kind):
                 raise unfit(path, f"lacks {key!r}")
+        if strange := [each for each in state["commits"] if each is not None and not isinstance(each, str)]:
+            raise unfit(path, f"has {strange[0]!r} among its commits")
         found, wanted = state["run"], _identity(task, settings, device)
         if lacking := wanted.keys() - found.keys():
             raise unfit(path, f"lacks {min(lacking)!r} of its run")

@@ -114,7 +114,9 @@ def train(
                     if interrupted() and (waiting or active or more) and peers.rank() == 0:
                         _save(active, store)
                         raise KeyboardInterrupt(interrupted())
-            except Exception:
+            except Exception as error:
+                if interrupted() and peers.rank() > 0:  # the first, asked too, has kept the run and left amid a step
+                    raise KeyboardInterrupt(interrupted()) from error
                 with suppress(Exception):
                     _save(active, store)
                 raise

@@ -116,7 +116,8 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
     if not real(log_measure) <= 0:
         raise ValueError(f"log_measure is the logarithm of a probability, zero or less, but it is {log_measure!r}")
     delta, log_measure = real(delta), real(log_measure)
-    return PacBayesBound((math.log(2 * samples / delta) - log_measure) / (samples - 1), log_measure, samples, delta)
+    log_draws = math.log(2 * samples) - math.log(delta)  # their ratio may be too large for a float
+    return PacBayesBound((log_draws - log_measure) / (samples - 1), log_measure, samples, delta)
 
 
 def generalisation_bound(

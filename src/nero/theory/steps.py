@@ -235,7 +235,8 @@ def _moved(name: str, start: Tensor, change: Tensor) -> Tensor:
     moved = (start.double() + change).to(start.dtype)
     if length(moved.double() - start.double() - change) > 0.1 * length(change):
         raise ValueError(
-            f"the change of {name!r} is finer than {start.dtype} tells apart: measure a copy of the model in float32"
+            f"the change of {name!r} is finer than {start.dtype} tells apart: measure a copy of the model in float64, "
+            "or a longer step"
         )
     return moved
 

@@ -1,7 +1,7 @@
 """The loop of two networks that train each other: one makes images, the other tells them from real ones."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -15,7 +15,7 @@ from nero.paper.data import Dataset, Pictures
 from nero.paper.judges import LOOK, Judge, judges
 from nero.paper.judges.frechet import Gaussian
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
+from nero.paper.loops.training import Training, fill, load, on_cpu, products_in, refill
 from nero.paper.models.biggan import Pair
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -105,7 +105,7 @@ class Adversarial(Training):
                 "now; let $NERO_INCEPTION be as it was, or delete the checkpoint to begin again"
             )
         super().go_on_from(state)
-        self.pair.load_state_dict(state["pair"])
+        fill(self.pair, state["pair"])
         for name, optimiser in self.optimisers.items():
             load(optimiser, state["optimisers"][name], self.lr)
         if self.step:
@@ -182,7 +182,6 @@ class Adversarial(Training):
 
     def _look(self) -> list[float]:
         """Leave a grid of samples, and tell the distances of generated images: none, if the generator has diverged."""
-        self.tell(f"looks at {JUDGED:,} images")
         made = self._made()
         # what is not a number is no image, and is drawn in grey
         pixels = made.nan_to_num(0.0).mul_(127.5).add_(127.5).round_().byte()
@@ -192,12 +191,12 @@ class Adversarial(Training):
         distances = []
         with products_in("float32"):
             for judge in self.judges:
-                found = judge.gaussian(torch.split(pixels, LOOK))
+                found = judge.gaussian(self._telling("looks at generated images", pixels))
                 for part in ("train", "test"):
                     name = f"{part}_{judge.short}"
                     if name not in self._real:
                         real = getattr(self.data, part).pixels[:JUDGED]
-                        self._real[name] = judge.gaussian(torch.split(real, LOOK))
+                        self._real[name] = judge.gaussian(self._telling(f"looks at {part} images", real))
                     distances.append(found.distance(self._real[name]))
         return distances
 
@@ -205,9 +204,15 @@ class Adversarial(Training):
     def _made(self) -> Tensor:
         """Images of noise that is always the same, of all classes in turn."""
         self.pair.generator.eval()
-        both = zip(torch.split(self._noise, LOOK), torch.split(self._classes, LOOK), strict=True)
+        both = zip(self._telling("makes images to look at", self._noise), torch.split(self._classes, LOOK), strict=True)
         with products_in(self.settings.precision):
             return torch.cat([self.pair.generator(*each) for each in both])
+
+    def _telling(self, what: str, rows: Tensor) -> Iterator[Tensor]:
+        """Rows, some at a time, while it is told what is done with them and how far that is."""
+        for start in range(0, len(rows), LOOK):
+            self.tell(what, start / len(rows))
+            yield rows[start : start + LOOK]
 
 
 def grid(pixels: Tensor) -> bytes:

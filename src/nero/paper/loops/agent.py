@@ -13,7 +13,7 @@ from nero.paper.data.arcade import Game
 from nero.paper.loops.captured import Captured
 from nero.paper.loops.film import gif
 from nero.paper.loops.ppo import PPO, Batch, advantages, normalised, objective
-from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
+from nero.paper.loops.training import Training, fill, load, on_cpu, products_in, refill
 from nero.paper.protocol import Settings, Task
 
 #: Steps of the episode that is shown in the end, which a policy may play for ever, and pictures of it.
@@ -136,7 +136,7 @@ class Agent(Training):
         super().go_on_from(state)
         self.arcade.go_on_from(state["arcade"])
         self._take(self.arcade.frames, self._outcome)
-        self.model.load_state_dict(state["model"])
+        fill(self.model, state["model"])
         load(self.optimiser, state["optimiser"], self.lr)
         refill(self.totals, state, "totals")
         turn = self.step % self._turns

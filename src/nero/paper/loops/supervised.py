@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nero.paper import baselines, peers
 from nero.paper.data import Dataset
 from nero.paper.loops.captured import Captured
-from nero.paper.loops.training import Training, load, on_cpu, products_in, refill
+from nero.paper.loops.training import Training, fill, load, on_cpu, products_in, refill
 from nero.paper.models.dropout import Dropout
 from nero.paper.protocol import SettingError, Settings, Task
 
@@ -124,12 +124,15 @@ class Supervised(Training):
                 f"{peers.count()}: start {before} again, or delete its checkpoint to begin anew"
             )
         super().go_on_from(state)
-        self.model.load_state_dict(state["model"])
+        fill(self.model, state["model"])
         load(self.optimiser, state["optimiser"], self.lr)
         if self.step:
             self._begin_epoch()
             self.generator.set_state(state["generator"])
             refill(self.totals, state, "totals")
+            _, correct, count = self.totals.tolist()  # a loss may be anything, where a run has diverged
+            if not 0 <= correct <= count < math.inf or not count:
+                raise ValueError(f"totals are of {correct:g} right out of {count:g}")
 
     def _digest(self) -> int:
         """A sum of the weights that is the same on every machine: of their bits."""

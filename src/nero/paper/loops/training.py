@@ -38,7 +38,8 @@ class Training(ABC):
         resumed: how often the run was broken off.
         amid: whether a step that fails may be half made, so that where the run stands is not to be kept.
         files: what is to be kept beside the record, by the end of its name; whoever writes it takes it away.
-        tell: told, within a step, of what else it does that takes long; whoever shows the run puts it there.
+        tell: told, within a step, of what else it does that takes long, and perhaps what share of that is done; whoever
+            shows the run puts it there.
     """
 
     def __init__(self, task: Task, settings: Settings, device: torch.device, steps_an_epoch: int) -> None:
@@ -47,7 +48,7 @@ class Training(ABC):
         self.curve: dict[str, list[float | None]] = {}
         self.beside, self.resumed, self.amid = 1, 0, True
         self.files: dict[str, bytes] = {}
-        self.tell: Callable[[str], None] = lambda _: None
+        self.tell: Callable[..., None] = lambda *_: None
         self._spent, self._since = 0.0, time.perf_counter()
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -113,7 +114,7 @@ class Training(ABC):
         if differing := set(state["curve"]) ^ set(self.curve):
             raise ValueError(f"its curve and the run's differ in {', '.join(sorted(differing))}")
         for name, kind in (("epoch", int), ("step", int), ("seconds", float), ("beside", int), ("resumed", int)):
-            if type(state[name]) is not kind or not state[name] >= 0:
+            if type(state[name]) is not kind or not 0 <= state[name] < math.inf:
                 raise ValueError(f"{name} is {state[name]!r}")
         epoch, step = state["epoch"], state["step"]
         if epoch > self.settings.epochs or step > self.steps_an_epoch or (step and epoch == self.settings.epochs):
@@ -175,15 +176,27 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
+def fill(network: nn.Module, state: dict[str, Any]) -> None:
+    """Have a network's parameters and buffers hold what a state has by their names.
+
+    Raises:
+        RuntimeError: if it lacks some, has others, or one of another shape.
+        ValueError: if it has one of another dtype, which torch would cast.
+    """
+    network.load_state_dict(state)
+    for name, tensor in network.state_dict().items():
+        _match(name, state[name], tensor)
+
+
 def refill(tensor: Tensor, state: dict[str, Any], name: str) -> None:
     """Have a tensor hold what a state has by that name.
 
     Raises:
         KeyError: if it has none.
-        ValueError: if that is no tensor, or one of another shape; torch would spread it over this one, where it can.
+        ValueError: if that is no tensor, or one of another shape or dtype; torch would spread it over this one, where
+            it can, and cast it.
     """
-    if (found := _kind(state[name])) != (wanted := _kind(tensor)):
-        raise ValueError(f"{name} is {found} where {wanted} is needed")
+    _match(name, state[name], tensor)
     tensor.copy_(state[name])
 
 
@@ -192,30 +205,35 @@ def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) ->
 
     Raises:
         KeyError: if the state lacks something that the optimiser has; torch does not look, and misses it in a step.
-        ValueError: if it has a tensor of another shape, or none where there is to be one; nor does torch look there.
+        ValueError: if it has a tensor of another shape or dtype, or none where there is to be one; nor does torch look
+            there.
     """
-    wanted = _kept(optimiser)
+    wanted = _kept(optimiser.state_dict())
     optimiser.load_state_dict(state)
-    found = _kept(optimiser)
+    found = _kept(state)  # and not as it was loaded, which may be cast
     if lacking := wanted.keys() - found.keys():
         raise KeyError(min(lacking))
-    for name, kind in wanted.items():
-        if found[name] != kind:
-            raise ValueError(f"{name} is {found[name]} where {kind} is needed")
+    for name, value in wanted.items():
+        _match(name, found[name], value)
     for group in optimiser.param_groups:
         group["lr"] = lr
 
 
-def _kept(optimiser: torch.optim.Optimizer) -> dict[str, str]:
-    """The names of all that an optimiser keeps, and what kind of thing each is."""
-    kept = optimiser.state_dict()
-    parts = {f"group {number}": group for number, group in enumerate(kept["param_groups"])}
-    parts |= {f"parameter {number}": each for number, each in kept["state"].items()}
-    return {f"{name} of {part}": _kind(value) for part, values in parts.items() for name, value in values.items()}
+def _kept(state: dict[str, Any]) -> dict[str, Any]:
+    """All that an optimiser keeps, by name."""
+    parts = {f"group {number}": group for number, group in enumerate(state["param_groups"])}
+    parts |= {f"parameter {number}": each for number, each in state["state"].items()}
+    return {f"{name} of {part}": value for part, values in parts.items() for name, value in values.items()}
+
+
+def _match(name: str, value: Any, wanted: Any) -> None:
+    """Raise a ValueError unless both are tensors of one shape and dtype, or neither is a tensor."""
+    if (found := _kind(value)) != (needed := _kind(wanted)):
+        raise ValueError(f"{name} is {found} where {needed} is needed")
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor shaped {tuple(value.shape)}" if isinstance(value, Tensor) else "a plain value"
+    return f"a {value.dtype} tensor shaped {tuple(value.shape)}" if isinstance(value, Tensor) else "a plain value"
 
 
 @contextmanager

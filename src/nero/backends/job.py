@@ -12,6 +12,9 @@ from nero.balance import FixNorm, statistics_dtype
 from nero.rounding import Rounding
 from nero.rule import Number
 
+#: What is kept of a parameter, and in which dtype, if not in that of its statistics.
+KEPT = {"grad_norm": None, "scale": None, "radius": None, "step": torch.float32, "skipped": torch.int64}
+
 
 class Job(NamedTuple):
     """One parameter with its gradient and state: to be turned if it has fan-in axes, else nudged."""
@@ -60,11 +63,11 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
 
 def state_is_as_made(job: Job) -> bool:
     """Whether the state is what compiled code takes it for: others may have moved the parameter since."""
-    dtypes = dict.fromkeys(("grad_norm", "scale", "radius"), statistics_dtype(job.parameter.dtype))
-    dtypes |= {"step": torch.float32, "skipped": torch.int64}
-    known = [(value, dtypes[key]) for key, value in job.state.items() if key in dtypes]
-    here = job.parameter.device
-    return all(value.device == here and value.is_contiguous() and value.dtype == dtype for value, dtype in known)
+    here, wide = job.parameter.device, statistics_dtype(job.parameter.dtype)
+    for key, value in job.state.items():  # asked at every step, of every tensor
+        if key in KEPT and not (value.dtype is (KEPT[key] or wide) and value.device == here and value.is_contiguous()):
+            return False
+    return True
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def _deep(facts: Published, runs: Runs) -> Figure:
     rates.set_xscale("log")
     rates.set_xticks(tried, [f"{rate:g}" for rate in tried])
     rates.xaxis.set_minor_locator(NullLocator())
-    dress(rates, "learning rate (points set apart)", "In the last epoch, at every rate")
+    dress(rates, "learning rate (points set apart)", "Seed 0 at every rate, last epoch")
     per_cent(curves, rates)
     draw_key(figure, entries, facts, each=True, diverged=diverged)
     return figure

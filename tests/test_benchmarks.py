@@ -532,15 +532,19 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     for name, value in (("LAYERS", (2, 3)), ("RATES", (0.001, 0.01)), ("TRUSTS", (auto.TRUST,)), ("EPOCHS", 1)):
         monkeypatch.setattr(auto, name, value)
     places = ["--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "auto.png")]
-    studies = ["depths", "falling", "normed", "mnist-deep", "draw"]
+    studies = ["depths", "falling", "normed", "swift", "mnist-deep", "draw"]
     assert auto.main([*studies, "--layers", "2", "3", "--epochs", "1", *places]) == 0
     found = {(each["task"], each["optimiser"], each["lr"]): each for each in read_records(tmp_path)}
     runs = (("nero", 0.001), ("nero", 0.01), ("auto", auto.TRUST))
     ran = {
-        (f"perceptron-{count}{how}", *run) for count in (2, 3) for how in ("", "-falling", "-normed") for run in runs
+        (f"perceptron-{count}{how}", *run)
+        for count in (2, 3)
+        for how in ("", "-falling", "-normed", "-swift")
+        for run in runs
     }
     assert set(found) == {*ran, ("mnist-deep", "auto", auto.TRUST)}
     assert found["mnist-deep", "auto", auto.TRUST]["options"] == {"depth": "auto"}
+    assert found["perceptron-2-swift", "auto", auto.TRUST]["options"] == {"depth": "auto", "beta": 0.9}
     assert (tmp_path / "auto.png").stat().st_size > 10_000
     assert "0.027" in capsys.readouterr().out  # what is left of 0.08 for each of three layers
     assert auto.main(["depths", "--layers", "2", "--epochs", "1", "--seeds", "2", *places]) == 0

@@ -252,6 +252,38 @@ def test_deepcopy_and_pickle(duplicate):
     assert_same_state(optimiser, twin_optimiser)
 
 
+def test_a_pretrained_network_stays_what_it_is():
+    """With the options that README names, and only with both: means are taken away by the other."""
+    inputs = torch.randn(16, 2, 4, 4, generator=torch.Generator().manual_seed(1))
+    trained = network().eval()
+    with torch.no_grad():
+        said = trained(inputs)
+        for options, stays in (({"fix_mean": False}, True), ({}, False)):
+            model = copy.deepcopy(trained)
+            nero.Nero(model, fix_norm="initial", **options)
+            assert torch.allclose(model(inputs), said, atol=1e-5) is stays
+
+
+def test_an_adapter_grows_with_the_options_for_it():
+    """LoRA's B, of zeros: it jumps to norm one, is held to 0.01, or grows step by step, as README says."""
+    sizes: dict[object, list[float]] = {}
+    for fix_norm, scale in ((True, None), ("initial", None), (False, 1.0)):
+        torch.manual_seed(0)
+        base = nn.Linear(6, 5).requires_grad_(False)
+        a, b = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.zeros(5, 3))
+        optimiser = nero.Nero([a, b], fix_norm=fix_norm, scale=scale)
+        for _ in range(20):
+            optimiser.zero_grad()
+            inputs = torch.randn(32, 6)
+            (base(inputs) + inputs @ a.T @ b.T - inputs @ torch.ones(6, 5)).square().mean().backward()
+            optimiser.step()
+            sizes.setdefault(fix_norm, []).append(b.norm(dim=1).mean().item())
+    assert sizes[True] == pytest.approx([1.0] * 20)
+    assert sizes["initial"] == pytest.approx([0.01] * 20)
+    assert 0 < sizes[False][0] <= 0.01 + 1e-6
+    assert sizes[False][0] < sizes[False][9] < sizes[False][19]
+
+
 def test_nothing_outlives_the_optimiser(backend: str):
     model = network()
     optimiser = nero.Nero(model, backend=backend)

@@ -155,7 +155,7 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     plt.switch_backend("agg")
     kept = read_records(records)
     found = {count: accuracies(kept, count) for count in LAYERS}
-    found = {count: each for count, each in found.items() if each["nero"] and TRUST in each["auto"]}
+    found = {count: each for count, each in found.items() if each["nero"]}
     table = Table(title=f'Perceptrons after {EPOCHS} epochs: "auto" (trust {TRUST:g}) beside the best of the grid')
     for column in ("layers", "best rate", "train accuracy, %", "auto's rate", "train accuracy, %", "difference"):
         table.add_column(column, justify="right")
@@ -168,20 +168,27 @@ def draw(records: Path, figure: Path, console: Console) -> None:
         name = f"{count} layers" + ("" if begun else ", which have hardly begun to learn")
         left.plot(each["nero"].keys(), [100 - value for value in each["nero"].values()], "o-", color=colour, label=name)
         star = {"color": colour, "markersize": 16, "markeredgecolor": "black"}
-        left.plot(TRUST / count, 100 - each["auto"][TRUST], "*", **star)
+        own = each["auto"].get(TRUST, math.nan)  # which may not be run
+        left.plot(TRUST / count, 100 - own, "*", **star)
         if begun:
             for right, schedule in zip(rights, ("", "-falling"), strict=True):
                 lost = below_best(accuracies(kept, count, schedule=schedule))
                 right.plot(lost.keys(), lost.values(), "o-", color=colour)
-        row = (best, each["nero"][best], TRUST / count, each["auto"][TRUST], each["auto"][TRUST] - each["nero"][best])
-        table.add_row(str(count), f"{row[0]:g}", f"{row[1]:.2f}", f"{row[2]:.2g}", f"{row[3]:.2f}", f"{row[4]:+.2f}")
+        high = each["nero"][best]
+        ours = ("not run", "-") if math.isnan(own) else (f"{own:.2f}", f"{own - high:+.2f}")
+        table.add_row(str(count), f"{best:g}", f"{high:.2f}", f"{TRUST / count:.2g}", *ours)
     left.set(
-        xscale="log", yscale="log", xlabel="learning rate", title='Train error after five epochs; a star is "auto"'
+        xscale="log",
+        yscale="log",
+        xlabel="learning rate",
+        title='Train error, mean of three seeds; a star is "auto"',
     )
     left.yaxis.set_major_formatter("{x:g} %")
     trusts = sorted({trust for each in found.values() for trust in each["auto"]})
     for right, title in zip(
-        rights, ("Points below the best of the grid, up to 8", "... with a rate that falls to zero"), strict=True
+        rights,
+        ("Points below the best of the grid, up to 8", "... one seed, with a rate that falls to zero"),
+        strict=True,
     ):
         right.set(xscale="log", xlabel="trust: the rate times the depth", title=title)
         right.set_xticks(trusts, [f"{trust:g}" for trust in trusts])

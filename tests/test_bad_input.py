@@ -380,9 +380,9 @@ def test_bad_options(options: dict, message: str, where: str):
 
 def test_auto_as_the_rate_of_one_group_says_what_to_do_instead():
     layer = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=r"lr=0\.08.*count_depth"):
+    with pytest.raises(ValueError, match=r"lr=0\.06.*count_depth"):
         nero.Nero(nero.param_groups(layer, lr="auto"))
-    optimiser = nero.Nero(nero.param_groups(layer, lr=0.08))
+    optimiser = nero.Nero(nero.param_groups(layer, lr=0.06))
     optimiser.count_depth(layer)
     layer(torch.randn(4, 3)).square().mean().backward()
     optimiser.step()

@@ -426,11 +426,11 @@ def test_a_scripted_model_is_refused_before_anything_has_changed():
     model = torch.jit.script(perceptron(3))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        ValueError, match=r"a scripted model .*: count it before, as in nero\.Nero\(model, lr=0\.08, depth"
+        ValueError, match=r"a scripted model .*: count it before, as in nero\.Nero\(model, lr=0\.06, depth"
     ):
         nero.Nero(model, lr="auto")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimiser = nero.Nero(model, lr=0.08, depth=nero.depth_of(model, X))
+    optimiser = nero.Nero(model, lr=0.06, depth=nero.depth_of(model, X))
     with pytest.raises(ValueError, match="a scripted model"):
         optimiser.count_depth(model)
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}

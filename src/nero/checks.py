@@ -49,7 +49,7 @@ def check_counts(model: nn.Module) -> None:
     if isinstance(model, ScriptModule):
         raise ValueError(
             "a scripted model does not say when it runs, so its depth cannot be counted then: count it before, as in "
-            "nero.Nero(model, lr=0.08, depth=nero.depth_of(model, inputs))"
+            "nero.Nero(model, lr=0.06, depth=nero.depth_of(model, inputs))"
         )
 
 
@@ -73,11 +73,12 @@ def check_lr(lr: object, wait: bool = True) -> None:
     if isinstance(lr, str) and lr == "auto":
         raise ValueError(
             "lr='auto' is no rate of one group, but for all of them, as in nero.Nero(model, lr='auto'): give the group "
-            "lr=0.08, and have its depth counted by optimiser.count_depth(model), or give it"
+            "lr=0.06, and have its depth counted by optimiser.count_depth(model), or give it"
         )
     if wait or not isinstance(lr, Tensor) or lr.device.type == "cpu":
         value = lr.item() if isinstance(lr, Tensor) else lr
-        _number("lr", value, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
+        what = "finite and not negative, like 0.01" + (" (or 'auto', for all groups)" if isinstance(lr, str) else "")
+        _number("lr", value, what, lambda x: 0 <= x < math.inf)
 
 
 def check_options(options: Mapping[str, Any], wait: bool = True) -> None:

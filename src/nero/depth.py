@@ -18,7 +18,7 @@ from nero.keeping import Bystander, copied, keeping
 from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
-TRUST = 0.08
+TRUST = 0.06
 #: What to do where no depth can be had.
 _INSTEAD = "give a learning rate as a number, or depth=... as you count it"
 #: Operations that add what two branches say.

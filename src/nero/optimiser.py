@@ -60,7 +60,7 @@ class Nero(Counting):
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
             of one element (then ``torch.compile`` does not recompile when it changes), which all groups then have in
-            common, as torch has it. ``"auto"`` is short for ``lr=0.08, depth="auto"``: an angle that is smaller the
+            common, as torch has it. ``"auto"`` is short for ``lr=0.06, depth="auto"``: an angle that is smaller the
             deeper the module is.
         beta: β, how much of the running average is kept in a step.
         fix_mean: hold every neuron to zero mean.
@@ -127,7 +127,7 @@ class Nero(Counting):
             if not isinstance(params, nn.Module):
                 raise ValueError(
                     "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
-                    "nero.Nero(model, lr='auto'), or call count_depth(model) on an optimiser of groups"
+                    "nero.Nero(model, lr='auto'), or count_depth(model) of nero.Nero(groups, lr=0.06)"
                 )
             check_counts(params)
         defaults: dict[str, Any] = {

@@ -39,7 +39,8 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
             which pulls gains to one, ``depth``, which the rate is divided by, and ``beta`` (0.999, as the paper's).
             For SGD ``momentum`` and ``weight_decay`` (of all parameters), and ``clip``: the gradient of all weights
             together is shortened to this norm, if it is longer. For Adam and LAMB ``beta1`` (0 by default) and ``eps``
-            (1e-8 and 1e-6). For all but Nero ``balanced``: hold the neurons to both constraints, from the first step on.
+            (1e-8 and 1e-6). For all but Nero ``balanced``: hold the neurons to both constraints, from the first step
+            on.
 
     Raises:
         ValueError: an unknown name or option, or a value that makes no sense.

@@ -5,7 +5,9 @@ import gc
 import io
 import math
 import pickle
+import re
 import weakref
+from pathlib import Path
 
 import numpy
 import pytest
@@ -252,36 +254,65 @@ def test_deepcopy_and_pickle(duplicate):
     assert_same_state(optimiser, twin_optimiser)
 
 
+def advice(to_whom: str) -> dict:
+    """The options in README's row for who has that."""
+    page = (Path(__file__).parents[1] / "README.md").read_text()
+    (options,) = re.findall(rf"^\| {to_whom}[^|]*\|[^|]*?`(fix_norm[^`]*)`", page, re.MULTILINE)
+    return eval(f"dict({options})")
+
+
 def test_a_pretrained_network_stays_what_it_is():
     """With the options that README names, and only with both: means are taken away by the other."""
     inputs = torch.randn(16, 2, 4, 4, generator=torch.Generator().manual_seed(1))
     trained = network().eval()
     with torch.no_grad():
         said = trained(inputs)
-        for options, stays in (({"fix_mean": False}, True), ({}, False)):
+        for options, stays in ((advice("a pretrained"), True), ({"fix_norm": "initial"}, False), ({}, False)):
             model = copy.deepcopy(trained)
-            nero.Nero(model, fix_norm="initial", **options)
+            nero.Nero(model, **options)
             assert torch.allclose(model(inputs), said, atol=1e-5) is stays
 
 
 def test_an_adapter_grows_with_the_options_for_it():
     """LoRA's B, of zeros: it jumps to norm one, is held to 0.01, or grows step by step, as README says."""
     sizes: dict[object, list[float]] = {}
-    for fix_norm, scale in ((True, None), ("initial", None), (False, 1.0)):
+    for options in ({"fix_norm": True}, {"fix_norm": "initial"}, advice("adapters")):
         torch.manual_seed(0)
         base = nn.Linear(6, 5).requires_grad_(False)
         a, b = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.zeros(5, 3))
-        optimiser = nero.Nero([a, b], fix_norm=fix_norm, scale=scale)
+        optimiser = nero.Nero([a, b], **options)
         for _ in range(20):
             optimiser.zero_grad()
             inputs = torch.randn(32, 6)
             (base(inputs) + inputs @ a.T @ b.T - inputs @ torch.ones(6, 5)).square().mean().backward()
             optimiser.step()
-            sizes.setdefault(fix_norm, []).append(b.norm(dim=1).mean().item())
+            sizes.setdefault(options["fix_norm"], []).append(b.norm(dim=1).mean().item())
     assert sizes[True] == pytest.approx([1.0] * 20)
     assert sizes["initial"] == pytest.approx([0.01] * 20)
     assert 0 < sizes[False][0] <= 0.01 + 1e-6
     assert sizes[False][0] < sizes[False][9] < sizes[False][19]
+
+
+def test_targets_of_a_size_are_reached_by_a_last_layer_that_is_free():
+    """And sooner at variance one, as README says; errors are told as shares of the targets' variance."""
+    found = []
+    for size, options in ((100.0, {}), (100.0, advice("targets")), (1.0, {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        inputs = torch.randn(256, 10)
+        targets = (inputs @ torch.randn(10, 1)).tanh()
+        targets = size * (targets - targets.mean()) / targets.std()
+        optimiser = nero.Nero([{"params": model[:-1].parameters()}, {"params": model[-1].parameters(), **options}])
+        for _ in range(500):
+            optimiser.zero_grad()
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            optimiser.step()
+        found.append(loss.item() / size**2)
+    held, free, plain = found
+    assert held > 0.4
+    assert free < 0.15
+    assert plain < 0.02
 
 
 def test_nothing_outlives_the_optimiser(backend: str):

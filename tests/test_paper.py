@@ -1069,6 +1069,23 @@ def test_a_checkpoint_that_does_not_fit_is_named(loop, within, value, words, tmp
     assert path.read_bytes() == kept
 
 
+@pytest.mark.parametrize(("optimiser", "option"), [("nero", "depth"), ("sgd", "fused")])
+def test_a_checkpoint_may_be_older_than_an_option_that_loading_sets(optimiser, option, tmp_path):
+    settings, data = TINY.settings(optimiser), made()
+    (whole,) = train(TINY, [settings], data, Store(tmp_path / "whole"), Watch())
+    store = Store(tmp_path / "broken")
+    training = Supervised(TINY, settings, data)
+    training.advance()
+    store.save(training)
+    path = store.path(TINY, settings, ".checkpoint")
+    state = torch.load(path, weights_only=True)
+    for group in state["optimiser"]["param_groups"]:
+        del group[option]
+    torch.save(state, path)
+    (found,) = train(TINY, [settings], data, store, Watch())
+    assert found["curve"] == whole["curve"]
+
+
 def test_a_checkpoint_whose_curve_holds_no_numbers_is_named(tmp_path):
     store, settings = Store(tmp_path), TINY.settings("sgd")
     training = Supervised(TINY, settings, made())

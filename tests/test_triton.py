@@ -238,6 +238,24 @@ def test_what_the_kernels_do_not_do_is_an_error_by_name_and_no_word_by_auto():
         assert all(quiet.state[each]["step"] == 1 for each in layer.parameters())
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_the_kernels_do_not_do_is_told_before_what_enters_beside_it_is_balanced(sparse: bool):
+    late, odd = (
+        nn.Parameter(torch.randn(3, 4, dtype=dtype, device=DEVICE), requires_grad=False)
+        for dtype in (torch.float32, torch.float32 if sparse else torch.float64)
+    )
+    optimiser = nero.Nero([late, odd], backend="triton")
+    before = [late.detach().clone(), odd.detach().clone()]
+    late.requires_grad_(), odd.requires_grad_()
+    late.grad = torch.randn_like(late)
+    odd.grad = torch.ones_like(odd).to_sparse() if sparse else torch.ones_like(odd)
+    with pytest.raises(ValueError, match=r"cannot step parameter 1 of group 0.*(sparse|float64)"):
+        optimiser.step()
+    assert torch.equal(late, before[0])
+    assert torch.equal(odd, before[1])
+    assert not optimiser.state
+
+
 def test_without_triton(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(backends, "has", lambda _: False)
     monkeypatch.setattr("nero.checks.has", lambda _: False)

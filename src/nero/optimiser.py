@@ -457,8 +457,10 @@ class Nero(Counting):
             for index, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
         ]
-        for parameter, _, name in late:
+        for parameter, group, name in late:
             check_trained(name, parameter)
+            if not torch.compiler.is_compiling():  # who compiles takes the plain rule
+                check_backend(group["backend"], name, parameter, parameter.grad)
         for parameter, group, _ in late:
             self._take_in(parameter, self._role(group, parameter), group)
 

@@ -17,8 +17,10 @@ def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
     the largest of a half becomes that, not infinite.
     """
     if dtype in HALVES:
-        largest = torch.finfo(dtype).max
-        value = torch.where(value.isfinite(), value.clamp(-largest, largest), value)
+        largest, beyond = torch.finfo(dtype).max, torch.finfo(value.dtype).max
+        # zero, but where the value is not finite, and stays so; torch.where takes several times as long
+        endless = value.clamp(-beyond, beyond).sub_(value)
+        value = value.clamp(-largest, largest).sub_(endless)
     if rounding == "nearest" or dtype not in HALVES or value.dtype != torch.float32:
         return value.to(dtype)
     if dtype == torch.bfloat16:  # the upper half of a float32: what is dropped carries over by chance

@@ -210,7 +210,8 @@ def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) ->
     """
     wanted = _kept(optimiser.state_dict())
     optimiser.load_state_dict(state)
-    found = _kept(state)  # and not as it was loaded, which may be cast
+    # as it was saved, since loading may cast; but for what is younger than the checkpoint, and set by loading
+    found = _kept(optimiser.state_dict()) | _kept(state)
     if lacking := wanted.keys() - found.keys():
         raise KeyError(min(lacking))
     for name, value in wanted.items():

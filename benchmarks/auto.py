@@ -155,7 +155,7 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     plt.switch_backend("agg")
     kept = read_records(records)
     found = {count: accuracies(kept, count) for count in LAYERS}
-    found = {count: each for count, each in found.items() if each["nero"]}
+    found = {count: each for count, each in found.items() if each["nero"] and TRUST in each["auto"]}
     table = Table(title=f'Perceptrons after {EPOCHS} epochs: "auto" (trust {TRUST:g}) beside the best of the grid')
     for column in ("layers", "best rate", "train accuracy, %", "auto's rate", "train accuracy, %", "difference"):
         table.add_column(column, justify="right")
@@ -168,15 +168,14 @@ def draw(records: Path, figure: Path, console: Console) -> None:
         name = f"{count} layers" + ("" if begun else ", which have hardly begun to learn")
         left.plot(each["nero"].keys(), [100 - value for value in each["nero"].values()], "o-", color=colour, label=name)
         star = {"color": colour, "markersize": 16, "markeredgecolor": "black"}
-        own = each["auto"].get(TRUST, math.nan)  # which may not be run
+        high, own = each["nero"][best], each["auto"][TRUST]
         left.plot(TRUST / count, 100 - own, "*", **star)
         if begun:
             for right, schedule in zip(rights, ("", "-falling"), strict=True):
                 lost = below_best(accuracies(kept, count, schedule=schedule))
                 right.plot(lost.keys(), lost.values(), "o-", color=colour)
-        high = each["nero"][best]
-        ours = ("not run", "-") if math.isnan(own) else (f"{own:.2f}", f"{own - high:+.2f}")
-        table.add_row(str(count), f"{best:g}", f"{high:.2f}", f"{TRUST / count:.2g}", *ours)
+        cells = (f"{best:g}", f"{high:.2f}", f"{TRUST / count:.2g}", f"{own:.2f}", f"{own - high:+.2f}")
+        table.add_row(str(count), *cells)
     left.set(
         xscale="log",
         yscale="log",

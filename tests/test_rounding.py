@@ -55,7 +55,7 @@ def test_what_is_beyond_the_largest_number_becomes_that(dtype: torch.dtype, roun
 
 @by_dtype
 def test_rounding_to_nearest_takes_few_passes(dtype: torch.dtype):
-    """Each reads and writes all weights; with torch.where among seven, they were a fifth of a step in bfloat16."""
+    """Each reads and writes all weights, and torch.where takes as long as several."""
     passes = []
 
     class Count(TorchDispatchMode):

@@ -2,14 +2,16 @@
 
 `auto.py depths` trains perceptrons on MNIST for 5 epochs, at rates from 0.0003 to 0.03 and with "auto" at several
 amounts of trust; `auto.py falling` does the same with a rate that falls to zero, `auto.py normed` with batch norm in
-every hidden layer, `auto.py swift` with a running average that follows the gradients. `auto.py TASK ...` trains by
-"auto" what the paper's suite trains at the tuned rate. Records, as the suite writes them, go to
-benchmarks/results/auto. `auto.py draw` makes docs/figures/auto.png of them and says how far "auto" is from the best.
+every hidden layer, `auto.py swift` with a running average that follows the gradients, `auto.py bounded` with steps of
+three times the rate at most. `auto.py TASK ...` trains by "auto" what the paper's suite trains at the tuned rate, with
+`--bounded` by such steps. Records, as the suite writes them, go to benchmarks/results/auto. `auto.py draw` makes
+docs/figures/auto.png of them and says how far "auto" is from the best.
 """
 
 import argparse
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from nero.depth import TRUST
 from nero.paper.data import Photos, load
 from nero.paper.models.mlp import mlp
 from nero.paper.progress import Display
-from nero.paper.protocol import Contender, Precision, Settings, Task
+from nero.paper.protocol import Contender, Settings, Task
 from nero.paper.record import Store, read_records
 from nero.paper.sweep import train
 from nero.paper.tasks import TASKS
@@ -39,6 +41,8 @@ EPOCHS = 5
 SEEDS = range(3)
 #: β of an average that follows the gradients; the paper's is 0.999.
 SWIFT = 0.9
+#: How many times the rate a step may be, where it is bounded.
+BOUND = 3.0
 #: What is below so many per cent in the end has hardly begun to learn.
 CHANCE = 25.0
 
@@ -56,7 +60,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/auto.png", help="where it is drawn")
     parser.add_argument("--precision", choices=("float32", "tf32"), default="float32", help="of matrix products")
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the perceptrons")
-    parser.add_argument("--seeds", type=int, default=1, help="how many of each (1)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="those of each (0)")
+    parser.add_argument("--trust", type=float, nargs="+", help='of "auto", and nothing else; without: all, or its own')
+    parser.add_argument("--bounded", action="store_true", help=f"tasks by steps of {BOUND:g} times the rate at most")
     parser.add_argument("--epochs", type=int, help="fewer than a task has")
     arguments = parser.parse_args(argv)
     console = Console()
@@ -65,9 +71,14 @@ def main(argv: list[str] | None = None) -> int:
             draw(arguments.out, arguments.figure, console)
             continue
         make = STUDIES.get(what)
-        tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what])]
+        tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what], arguments.bounded)]
         for count, task in enumerate(tasks, 1):
-            runs = settings(task, arguments.precision, arguments.epochs, arguments.seeds)
+            cells = cells_of(task, arguments.trust)
+            runs = [
+                task.settings(*cell, seed, arguments.epochs, arguments.precision)
+                for seed in arguments.seeds
+                for cell in cells
+            ]
             go(task, runs, arguments, console, more=count < len(tasks) or place < len(arguments.what))
     return 0
 
@@ -100,11 +111,12 @@ def normed(layers: int) -> Task:
 
 def swift(layers: int) -> Task:
     """The same as the first, with an average over ten gradients or so: no step is longer than √10 times the rate."""
-    task = perceptron(layers)
-    contenders = {
-        name: replace(each, options={**each.options, "beta": SWIFT}) for name, each in task.contenders.items()
-    }
-    return replace(task, name=f"{task.name}-swift", contenders=contenders)
+    return _with(perceptron(layers), "swift", beta=SWIFT)
+
+
+def bounded(layers: int) -> Task:
+    """The same as the first, with the paper's average, and no step longer than so many times the rate."""
+    return _with(perceptron(layers), "bounded", longest_step=BOUND)
 
 
 def with_norms(layers: int) -> nn.Sequential:
@@ -118,19 +130,24 @@ def with_norms(layers: int) -> nn.Sequential:
 
 
 #: What the perceptrons are tried with.
-STUDIES = {"depths": perceptron, "falling": falling, "normed": normed, "swift": swift}
+STUDIES = {"depths": perceptron, "falling": falling, "normed": normed, "swift": swift, "bounded": bounded}
 
 
-def automatic(task: Task) -> Task:
+def automatic(task: Task, bound: bool = False) -> Task:
     """A task of the paper's whose one contender is Nero at an automatic rate."""
-    return replace(task, contenders={"auto": _automatic(task.contenders[_nero(task)])})
+    contender = _automatic(task.contenders[_nero(task)])
+    if bound:
+        contender = replace(contender, options={**contender.options, "longest_step": BOUND})
+    return replace(task, contenders={"bounded" if bound else "auto": contender})
 
 
-def settings(task: Task, precision: Precision, epochs: int | None, seeds: int) -> list[Settings]:
-    """The runs of a task: all rates and trusts of a perceptron, one of anything else, on so many seeds."""
-    rates = {"nero": RATES, "auto": TRUSTS} if "nero" in task.contenders else {"auto": (TRUST,)}
-    cells = [(name, rate) for name, each in rates.items() for rate in each]
-    return [task.settings(*cell, seed, epochs, precision) for seed in range(seeds) for cell in cells]
+def cells_of(task: Task, trusts: Sequence[float] | None = None) -> list[tuple[str, float]]:
+    """Who is run at which rate: all rates and trusts of a perceptron, one trust of anything else, or those given."""
+    *others, automatic = task.contenders
+    if trusts is None:
+        trusts = TRUSTS if others else (TRUST,)
+        return [(name, rate) for name in others for rate in RATES] + [(automatic, trust) for trust in trusts]
+    return [(automatic, trust) for trust in trusts]
 
 
 def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console: Console, *, more: bool) -> None:
@@ -220,6 +237,14 @@ def accuracies(
             end = each["curve"][f"{part}_accuracy"][-1]
             ends[each["optimiser"]].setdefault(each["lr"], []).append(math.nan if end is None else 100 * end)
     return {name: {rate: statistics.fmean(each) for rate, each in rates.items()} for name, rates in ends.items()}
+
+
+def _with(task: Task, name: str, **options: float) -> Task:
+    """A perceptron of another name, whose contenders have options besides."""
+    contenders = {
+        contender: replace(each, options={**each.options, **options}) for contender, each in task.contenders.items()
+    }
+    return replace(task, name=f"{task.name}-{name}", contenders=contenders)
 
 
 def _automatic(contender: Contender) -> Contender:

@@ -91,6 +91,11 @@ CASES = [
     _neurons("large step", (5, 7), lr=0.7),
     _neurons("no memory", (5, 7), beta=0.0),
     _neurons("short memory", (5, 7), beta=0.5),
+    _neurons("bounded", (5, 7), longest_step=1.05),
+    _neurons("bounded conv", (4, 3, 3, 3), layout="channels_last", longest_step=1.05),
+    _neurons("bounded, transposed", (7, 5), (0,), longest_step=1.05),
+    _neurons("bounded, norm at its start", (5, 7), longest_step=1.05, fix_norm="initial"),
+    _neurons("bounded, given scale, large step", (5, 7), longest_step=1.05, scale=0.5, lr=0.9, maximize=True),
     _neurons("maximize", (5, 7), maximize=True),
     _neurons("tensor lr", (5, 7), lr=torch.tensor(0.03, dtype=torch.float64)),
     Case("bias", (9,), "bias"),
@@ -102,6 +107,8 @@ CASES = [
     Case("gain, maximize", (9,), "gain", options={"maximize": True, "lr": 0.1}),
     Case("gain, no memory", (9,), "gain", options={"beta": 0.0}),
     Case("gain pulled to one", (9,), "gain", options={"gain_penalty": 0.3}),
+    Case("gain, bounded", (9,), "gain", options={"longest_step": 1.05}),
+    Case("gain pulled, bounded", (9,), "gain", options={"gain_penalty": 0.3, "longest_step": 1.05}),
     Case("gain pulled, maximize", (9,), "gain", options={"gain_penalty": 0.3, "maximize": True}),
 ]
 
@@ -114,6 +121,7 @@ class Oracle:
         options = {"lr": 0.01, "beta": 0.999, "fix_mean": True, "fix_norm": True, "scale": None, **case.options}
         self.eta = float(options["lr"]) * (-1 if options.get("maximize") else 1)
         self.beta, self.sigma = options["beta"], options["scale"]
+        self.longest = options.get("longest_step", math.inf)
         self.pull = options.get("gain_penalty", 0.0) * (-1 if options.get("maximize") else 1)
         self.fix_mean = options["fix_mean"] and case.role.fan_in(case.shape) > 2  # ruling 3
         self.norm = bool(options["fix_norm"])
@@ -149,12 +157,13 @@ class Oracle:
                     self.norm,
                     self.sigma,
                     self.radii[i],
+                    self.longest,
                 )
             else:
                 (b,) = self.neurons[i]
                 total = g[0] + self.pull * (b - 1)
                 b, self.mean_squares[i] = oracle.nudge(
-                    b, total, self.mean_squares[i], self.t, self.eta, self.beta, self.sigma
+                    b, total, self.mean_squares[i], self.t, self.eta, self.beta, self.sigma, self.longest
                 )
                 self.neurons[i] = [b]
 

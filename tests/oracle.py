@@ -2,7 +2,8 @@
 
 "Learning by Turning", Section 4. The lines quoted are the algorithm's own. The bias correction is
 the one that the paragraph below it describes. `mean` and `norm` switch the two projections, as the
-ablation of Section 5.1 does; `sigma` replaces the norm of w that the step is relative to.
+ablation of Section 5.1 does; `sigma` replaces the norm of w that the step is relative to. `longest` is not the
+paper's: a step that would be more than so many times eta long is made that long.
 """
 
 import math
@@ -24,6 +25,7 @@ def turn(
     norm: bool = True,
     sigma: float | None = None,
     radius: float = 1.0,
+    longest: float = math.inf,
 ) -> tuple[list[float], float]:
     """Update one neuron; returns its weights and its running average of the squared gradient norm."""
     # "update running averages"
@@ -31,6 +33,9 @@ def turn(
     # "update weights": w <- w - eta ||w|| / g_bar * g
     size = math.sqrt(sum(wi * wi for wi in w)) if sigma is None else sigma
     factor = eta * size / corrected(mean_square, beta, t)
+    ratio = math.sqrt(sum(gi * gi for gi in g)) / corrected(mean_square, beta, t)
+    if ratio > longest:
+        factor = factor / ratio * longest
     w = [wi - factor * gi for wi, gi in zip(w, g, strict=True)]
     return project(w, mean, norm, radius), mean_square
 
@@ -46,7 +51,12 @@ def project(w: list[float], mean: bool = True, norm: bool = True, radius: float 
     return w
 
 
-def nudge(b: float, g: float, mean_square: float, t: int, eta: float, beta: float, sigma: float) -> tuple[float, float]:
+def nudge(
+    b: float, g: float, mean_square: float, t: int, eta: float, beta: float, sigma: float, longest: float = math.inf
+) -> tuple[float, float]:
     """Update one gain or bias; returns it and its running average of the squared gradient."""
     mean_square = beta * mean_square + (1 - beta) * g * g
-    return b - eta * sigma / corrected(mean_square, beta, t) * g, mean_square
+    ratio = g / corrected(mean_square, beta, t)
+    if abs(ratio) > longest:
+        ratio = math.copysign(longest, ratio)
+    return b - eta * sigma * ratio, mean_square

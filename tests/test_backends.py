@@ -42,6 +42,7 @@ def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
                 axes=role.axes,
                 lr=lr,
                 beta=beta,
+                longest=reference.longest,
                 fix_mean=options.get("fix_mean", True),
                 fix_norm=bool(options.get("fix_norm", True)),
                 scale=options.get("scale"),
@@ -49,7 +50,15 @@ def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
             )
         else:
             weights, average, sat_out = rule.nudge(
-                weights, grad, average, t, lr=lr, beta=beta, scale=reference.sigma, pull=reference.pull
+                weights,
+                grad,
+                average,
+                t,
+                lr=lr,
+                beta=beta,
+                scale=reference.sigma,
+                longest=reference.longest,
+                pull=reference.pull,
             )
         skipped += int(sat_out.sum())
     state = {"grad_norm": average, "step": torch.tensor(7.0), "skipped": torch.tensor(skipped)}

@@ -474,9 +474,9 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
         whole = suite.TASKS[task].epochs
         same = [each for each in suites if (each["task"], each["lr"], each["epochs"]) == (task, float(rate), whole)]
         assert ", ".join(end(each) for each in sorted(same, key=lambda each: each["seed"])) == tuned
-        for trust, angles, given in zip((auto.TRUST, 0.08), automatic[::2], automatic[1::2], strict=True):
-            assert angles == ", ".join(f"{trust / depth:.2g}" for depth in depths[task])
-            assert given == (end(ran[task, trust]) if (task, trust) in ran else "not run")
+        for share, angles, given in zip((auto.TRUST, 0.08), automatic[::2], automatic[1::2], strict=True):
+            assert angles == ", ".join(f"{share / depth:.2g}" for depth in depths[task])
+            assert given == (end(ran[task, share]) if (task, share) in ran else "not run")
 
 
 def test_the_page_on_auto_says_how_far_resnet_50_had_turned():
@@ -616,22 +616,23 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     for name, value in (("LAYERS", (2, 3)), ("RATES", (0.001, 0.01)), ("TRUSTS", (auto.TRUST,)), ("EPOCHS", 1)):
         monkeypatch.setattr(auto, name, value)
     places = ["--device", "cpu", "--out", str(tmp_path), "--figure", str(tmp_path / "auto.png")]
-    studies = ["depths", "falling", "normed", "swift", "mnist-deep", "draw"]
+    studies = ["depths", "falling", "normed", "swift", "bounded", "mnist-deep", "draw"]
     assert auto.main([*studies, "--layers", "2", "3", "--epochs", "1", *places]) == 0
     found = {(each["task"], each["optimiser"], each["lr"]): each for each in read_records(tmp_path)}
     runs = (("nero", 0.001), ("nero", 0.01), ("auto", auto.TRUST))
     ran = {
         (f"perceptron-{count}{how}", *run)
         for count in (2, 3)
-        for how in ("", "-falling", "-normed", "-swift")
+        for how in ("", "-falling", "-normed", "-swift", "-bounded")
         for run in runs
     }
     assert set(found) == {*ran, ("mnist-deep", "auto", auto.TRUST)}
     assert found["mnist-deep", "auto", auto.TRUST]["options"] == {"depth": "auto"}
     assert found["perceptron-2-swift", "auto", auto.TRUST]["options"] == {"depth": "auto", "beta": 0.9}
+    assert found["perceptron-2-bounded", "nero", 0.01]["options"] == {"longest_step": 3.0}
     assert (tmp_path / "auto.png").stat().st_size > 10_000
     assert re.search(r"│ +3 │.*│ +0\.02 │", capsys.readouterr().out)  # what is left of 0.06 for each of three layers
-    assert auto.main(["depths", "--layers", "2", "--epochs", "1", "--seeds", "2", *places]) == 0
+    assert auto.main(["depths", "--layers", "2", "--epochs", "1", "--seeds", "0", "1", *places]) == 0
     ends = [
         each["curve"]["test_accuracy"][-1]
         for each in read_records(tmp_path)
@@ -639,6 +640,13 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     ]
     assert len(ends) == 2
     assert auto.accuracies(read_records(tmp_path), 2, "test")["nero"][0.001] == pytest.approx(50 * sum(ends))
+    assert auto.main(["mnist-deep", "--bounded", "--trust", "0.2", "--epochs", "1", *places]) == 0
+    [bounded] = [each for each in read_records(tmp_path) if each["optimiser"] == "bounded"]
+    assert (bounded["task"], bounded["lr"], bounded["options"]) == (
+        "mnist-deep",
+        0.2,
+        {"depth": "auto", "longest_step": 3.0},
+    )
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
     finish, kept = auto.Store.finish, tmp_path / "stopped"

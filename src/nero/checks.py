@@ -85,6 +85,7 @@ def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
     """Raise if an option of a group makes no sense. Without wait, no accelerator is waited for."""
     check_lr(options["lr"], wait)
     _number("beta", options["beta"], "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
+    _number("longest_step", options["longest_step"], "at least 1, like 3, or math.inf", lambda x: x >= 1)
     _number("gain_penalty", options["gain_penalty"], "finite and not negative", lambda x: 0 <= x < math.inf)
     if options["scale"] is not None:
         _number("scale", options["scale"], "finite and positive, or None", lambda x: 0 < x < math.inf)

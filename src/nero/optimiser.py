@@ -1,5 +1,6 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state and checkpoints; nothing numeric."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -26,6 +27,7 @@ _PARAMS = itemgetter("params")
 #: All options but the learning rate, which may change at each step.
 _OPTIONS = itemgetter(
     "beta",
+    "longest_step",
     "fix_mean",
     "fix_norm",
     "scale",
@@ -63,6 +65,8 @@ class Nero(Counting):
             common, as torch has it. ``"auto"`` is short for ``lr=0.06, depth="auto"``: an angle that is smaller the
             deeper the module is.
         beta: β, how much of the running average is kept in a step.
+        longest_step: how many times ``lr`` a step may be, 3 say. By default, as in the paper, as many times as the
+            gradient is larger than its running average, which with β = 0.999 may be 32.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
         scale: what a step's size is relative to. By default a neuron's norm, and for gains and
@@ -107,6 +111,7 @@ class Nero(Counting):
         lr: float | Tensor | Literal["auto"] = 0.01,
         beta: float = 0.999,
         *,
+        longest_step: float = math.inf,
         fix_mean: bool = True,
         fix_norm: FixNorm = True,
         scale: float | None = None,
@@ -133,6 +138,7 @@ class Nero(Counting):
         defaults: dict[str, Any] = {
             "lr": lr,
             "beta": beta,
+            "longest_step": longest_step,
             "fix_mean": fix_mean,
             "fix_norm": fix_norm,
             "scale": scale,
@@ -284,6 +290,7 @@ class Nero(Counting):
             loaded.update(checked_state(incoming, self.param_groups, set(self.defaults)))
             groups = [
                 {
+                    "longest_step": math.inf,  # which came later than the rest
                     **saved,
                     **{key: own[key] for key in ("backend", "role", "fan_in_axes", "fan_in_groups")},
                     "depth": own["depth"]  # if it was counted already, that is kept
@@ -526,4 +533,5 @@ def _settings(group: dict[str, Any]) -> Settings:
         group["fix_norm"],
         group["scale"],
         group["rounding"],
+        float(group["longest_step"]),
     )

@@ -27,10 +27,10 @@ class Update(NamedTuple):
 
 
 class Average(NamedTuple):
-    """The running average after a gradient: ḡ, ḡ / sqrt(1 - β^t), and who can move."""
+    """The running average after a gradient: ḡ, what the gradient is divided by, and who can move."""
 
     grad_norm: Tensor
-    corrected: Tensor
+    divisor: Tensor
     moving: Tensor
     sat_out: Tensor
 
@@ -44,6 +44,7 @@ def turn(
     axes: tuple[int, ...],
     lr: Number,
     beta: float,
+    longest: float = math.inf,
     fix_mean: bool = True,
     fix_norm: bool = True,
     scale: Number | None = None,
@@ -59,6 +60,7 @@ def turn(
         axes: the fan-in axes.
         lr: η; negative to go up instead of down; at zero the weights stay as they are.
         beta: β.
+        longest: how many times ``lr`` a step may be.
         fix_mean: take off each neuron's mean.
         fix_norm: set each neuron's norm to ``radius``.
         scale: what the step is relative to; by default each neuron's norm.
@@ -69,13 +71,13 @@ def turn(
         because their gradient was not finite.
     """
     w, g = w.to(grad_norm.dtype), g.to(grad_norm.dtype)
-    average = running_average(grad_norm, norm(g, axes), step, beta)
+    average = running_average(grad_norm, norm(g, axes), step, beta, longest)
 
     # w <- w - η |w| / ḡ · g
     if scale is None:
         size = norm(w, axes)
         scale = torch.where(size > 0, size, SCALE_AT_ORIGIN)
-    turned = w - lr * scale * torch.where(average.moving, g / average.corrected, 0.0)
+    turned = w - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
 
     # w <- w - mean(w); w <- w / |w|
     balanced, possible = project(turned, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
@@ -92,6 +94,7 @@ def nudge(
     lr: Number,
     beta: float,
     scale: Number,
+    longest: float = math.inf,
     pull: Number = 0.0,
 ) -> Update:
     """Move every gain or bias of a tensor by about ``lr * scale``.
@@ -104,6 +107,7 @@ def nudge(
         lr: η; negative to go up instead of down; at zero the entries stay as they are.
         beta: β.
         scale: σ_b, what the step is relative to.
+        longest: how many times ``lr * scale`` a step may be.
         pull: the strength of a quadratic penalty that pulls towards one (Section 5.6).
 
     Returns:
@@ -113,25 +117,28 @@ def nudge(
     b, g = b.to(grad_norm.dtype), g.to(grad_norm.dtype)
     if not isinstance(pull, float) or pull:
         g = g + pull * (b - 1)
-    average = running_average(grad_norm, g.abs(), step, beta)
+    average = running_average(grad_norm, g.abs(), step, beta, longest)
 
     # b <- b - η σ_b / ḡ · g
-    nudged = b - lr * scale * torch.where(average.moving, g / average.corrected, 0.0)
+    nudged = b - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
     moving = average.moving & nudged.isfinite() & (lr != 0)
     return Update(torch.where(moving, nudged, b), average.grad_norm, average.sat_out)
 
 
-def running_average(grad_norm: Tensor, length: Tensor, step: Number, beta: float) -> Average:
+def running_average(grad_norm: Tensor, length: Tensor, step: Number, beta: float, longest: float = math.inf) -> Average:
     """ḡ² <- β ḡ² + (1 - β) |g|², in a form that neither overflows nor underflows before |g| does.
 
-    A length that is not finite leaves its average alone and sits out. One of zero moves nothing.
+    The divisor is ḡ / sqrt(1 - β^t), but at least |g| / ``longest``, so that no step is longer than that. A length that
+    is not finite leaves its average alone and sits out. One of zero moves nothing.
     """
     finite = length.isfinite()
     # hypot(√β ḡ, √(1-β) |g|): the squares would leave float32's range, their root does not
     updated = torch.hypot(math.sqrt(beta) * grad_norm, math.sqrt(1 - beta) * length)
     grad_norm = torch.where(finite, updated, grad_norm)
-    corrected = grad_norm / bias_correction(step, beta, grad_norm.dtype)
-    return Average(grad_norm, corrected, finite & (length > 0) & (corrected > 0), ~finite)
+    divisor = grad_norm / bias_correction(step, beta, grad_norm.dtype)
+    if longest < math.inf:
+        divisor = torch.maximum(divisor, length / longest)
+    return Average(grad_norm, divisor, finite & (length > 0) & (divisor > 0), ~finite)
 
 
 @overload

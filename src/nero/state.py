@@ -1,5 +1,6 @@
 """What an optimiser keeps of its parameters, and a checkpoint of it: all that goes by our names must be ours."""
 
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
@@ -74,14 +75,14 @@ def checked_state(
         )
     checked = {}
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
-        # torch adds the first when it unpickles, and depth came later than the rest
-        missing = options - set(saved) - {"differentiable", "depth"}
+        # torch adds the first when it unpickles, and the others came later than the rest
+        missing = options - set(saved) - {"differentiable", "depth", "longest_step"}
         if missing:
             raise ValueError(
                 f"group {number} of the checkpoint lacks the options {sorted(missing)}: it is another optimiser's, or "
                 "of another version of nero.Nero; if so, add them to its param_groups"
             )
-        check_options({"depth": 1.0, **saved})
+        check_options({"depth": 1.0, "longest_step": math.inf, **saved})
         for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
             name = name_of(groups, own, index)
             saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]

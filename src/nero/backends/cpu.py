@@ -90,12 +90,20 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
         low, high = torch.stack(torch.aminmax(numbers)).tolist()
         if not (low > ORDINARY[0] and high < ORDINARY[1]):
             return False
-    rate = -lr * rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
+    correction = rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
     sizes = [parameter.numel() for parameter in parameters]
-    units = shaped(grad.div_(average).split_with_sizes(sizes), parameters)
-    torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=rate)
+    divisor = _bounded(average, grad.abs(), correction, settings)
+    units = shaped(grad.div_(divisor).split_with_sizes(sizes), parameters)
+    torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=-lr * correction)
     torch._foreach_copy_(averages, shaped(average.split_with_sizes(sizes), averages))
     return True
+
+
+def _bounded(average: Tensor, length: Tensor, correction: float, settings: Settings) -> Tensor:
+    """The average before its correction, or so much more that no step is longer than the longest."""
+    if settings.longest == math.inf:
+        return average
+    return torch.maximum(average, length * (correction / settings.longest))
 
 
 def _gathered(sheets: Sequence[_Sheet], across: int) -> Iterator[_Sheet]:
@@ -220,7 +228,8 @@ def _turn_sheets(sheets: Sequence[_Sheet], axis: int, step: float, settings: Set
     if settings.fix_norm == "initial":
         radius = _join([sheet.radius for sheet in sheets if sheet.radius is not None], across)
     scale = radius if settings.scale is None else settings.scale
-    factor = -float(settings.lr) * rule.bias_correction(step, settings.beta, length.dtype) * scale / average
+    correction = rule.bias_correction(step, settings.beta, length.dtype)
+    factor = -float(settings.lr) * correction * scale / _bounded(average, length, correction, settings)
     angle = factor * length / radius  # NaN, and so not ordinary, for a neuron that has never moved and for a bad lr
 
     low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()

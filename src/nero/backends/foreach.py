@@ -58,6 +58,7 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             states[0]["step"] if together else torch.stack([state["step"] for state in states])[owner],
             lr=settings.lr,
             beta=settings.beta,
+            longest=settings.longest,
             scale=torch.stack([state["scale"] for state in states])[owner]
             if settings.scale is None
             else settings.scale,

@@ -1,5 +1,6 @@
 """What a backend is handed: one parameter's step, and the options of its group."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,15 +37,24 @@ class Settings:
     fix_norm: FixNorm
     scale: float | None
     rounding: Rounding = "nearest"
+    longest: float = math.inf
 
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:
     """The rule's answer to a job whose step is counted already."""
-    state, lr, beta = job.state, settings.lr, settings.beta
+    state, lr, beta, longest = job.state, settings.lr, settings.beta, settings.longest
     if not job.axes:
         scale = state["scale"] if settings.scale is None else settings.scale
         return rule.nudge(
-            job.parameter, job.grad, state["grad_norm"], state["step"], lr=lr, beta=beta, scale=scale, pull=job.pull
+            job.parameter,
+            job.grad,
+            state["grad_norm"],
+            state["step"],
+            lr=lr,
+            beta=beta,
+            scale=scale,
+            longest=longest,
+            pull=job.pull,
         )
     return rule.turn(
         job.parameter,
@@ -54,6 +64,7 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
         axes=job.axes,
         lr=lr,
         beta=beta,
+        longest=longest,
         fix_mean=settings.fix_mean,
         fix_norm=bool(settings.fix_norm),
         scale=settings.scale,

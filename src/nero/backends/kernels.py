@@ -33,19 +33,20 @@ LEAP = tl.constexpr(13)
 BETA = tl.constexpr(14)
 FRESH = tl.constexpr(15)  # 1 - β, which float32 would not tell from 0 if it were taken from β
 LOG_BETA = tl.constexpr(16)
-GIVEN_SCALE = tl.constexpr(17)  # 0 for the tensor's own
-PULL = tl.constexpr(18)
-GROUP = tl.constexpr(19)
-SHAPE = tl.constexpr(20)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
-FIRST = tl.constexpr(21)  # tile
-SUMS = tl.constexpr(22)  # where its neurons' sums begin, if they are split
-FIELDS = tl.constexpr(23)
+LEAST = tl.constexpr(17)  # of what a gradient is divided by, as a share of its norm; 0 for none
+GIVEN_SCALE = tl.constexpr(18)  # 0 for the tensor's own
+PULL = tl.constexpr(19)
+GROUP = tl.constexpr(20)
+SHAPE = tl.constexpr(21)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
+FIRST = tl.constexpr(22)  # tile
+SUMS = tl.constexpr(23)  # where its neurons' sums begin, if they are split
+FIELDS = tl.constexpr(24)
 
 LARGEST = tl.constexpr(3.4028234663852886e38)
 #: (16 eps)², as in nero.balance.project: what rounding leaves of a neuron is no direction
 NOTHING = tl.constexpr((16 * 2.0**-23) ** 2)
 #: What rounding leaves of a square in float64.
-LEAST = tl.constexpr(1e-14)
+LEFT = tl.constexpr(1e-14)
 AT_ORIGIN = tl.constexpr(SCALE_AT_ORIGIN)
 #: Gains and biases fill only this part of a tile, since each has numbers of its own to hold.
 GAINS = tl.constexpr(8)
@@ -99,7 +100,10 @@ def _stored(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
-    """Count the step of every tensor that has a gradient, and work out η σ sqrt(1 - β^t) for it."""
+    """Count the step of every tensor that has a gradient, and work out η σ sqrt(1 - β^t) for it.
+
+    That is what is divided by ḡ; or by the norm of g times the least share, which is corrected alike.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = i < tensors
     here &= tl.load(changing + i, here, 0) != 0
@@ -121,13 +125,15 @@ def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
     lr *= tl.load(double.to(tl.pointer_type(tl.float64)), here & (double != 0), 1)
     x = t.to(tl.float64) * log_beta
     correction = tl.sqrt(tl.where(x > -1e-4, -x * (1 + x / 2 * (1 + x / 3)), 1 - tl.exp(x)))  # -expm1(x)
-    tl.store(rates + i, lr * scale * correction, here)
+    least = tl.load(record + LEAST, here, 0).to(tl.float64, bitcast=True)
+    tl.store(rates + 2 * i, lr * scale * correction, here)
+    tl.store(rates + 2 * i + 1, least * correction, here)
 
 
 @triton.jit
 def _settle(
-    w, g, ww, gg, wg, before, fan_in, beta, fresh, rate, radius, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr,
-    SCALED: tl.constexpr,
+    w, g, ww, gg, wg, before, fan_in, beta, fresh, rate, least, radius, FIX_MEAN: tl.constexpr,
+    FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The rule on a neuron's five sums, in their dtype.
 
@@ -135,7 +141,9 @@ def _settle(
     the neuron moves; whether its gradient is finite; and whether float32 would do for all this.
     """
     dtype: tl.constexpr = gg.dtype
-    beta, fresh, rate, before = beta.to(dtype), fresh.to(dtype), rate.to(dtype), before.to(dtype)
+    beta, fresh, rate, least, before = (
+        beta.to(dtype), fresh.to(dtype), rate.to(dtype), least.to(dtype), before.to(dtype)
+    )  # fmt: skip
     if dtype == tl.float64:
         finite = gg <= LARGEST * LARGEST
     else:
@@ -143,7 +151,8 @@ def _settle(
     average = tl.where(finite, tl.sqrt(beta * before * before + fresh * gg), before).to(tl.float32)
     moving = finite & (gg > 0) & (average > 0)
     size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), AT_ORIGIN)
-    f = tl.where(moving, rate * size / tl.where(moving, average, 1.0).to(dtype), 0.0)
+    divisor = tl.maximum(average.to(dtype), least * tl.sqrt(gg))
+    f = tl.where(moving, rate * size / tl.where(moving, divisor, 1.0), 0.0)
     moving &= f != 0  # as it is with lr=0
     # w - f g, and then without its mean
     terms = ww + f * f * gg
@@ -153,7 +162,7 @@ def _settle(
     else:
         mean = tl.zeros_like(f)
     left = square - fan_in * mean * mean
-    moving &= left > LEAST * terms
+    moving &= left > LEFT * terms
     if FIX_MEAN:
         moving &= left > NOTHING * square
     if FIX_NORM:
@@ -167,8 +176,8 @@ def _settle(
 
 @triton.jit
 def _turn_tile(
-    record, grad, rate, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Turn as many whole neurons as fit on the chip: in float32 if that will do, or else in float64."""
@@ -206,7 +215,7 @@ def _turn_tile(
     square = tl.sum(g * g, 1)
     average, f, mean, stretch, moving, _, ordinary = _settle(
         tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), before, fan_in, beta, fresh,
-        rate, radius, FIX_MEAN, FIX_NORM, SCALED,
+        rate, least, radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
     # what does not move is written as it was read: a mask by neuron would part what is written in one go
@@ -243,8 +252,9 @@ def _turn_tile(
             sum_gg += tl.sum(gs * gs, 1)
             sum_wg += tl.sum(ws * gs, 1)
         average_, f_, mean_, stretch_, moving_, finite, _ = _settle(
-            sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, beta, fresh, rate, radius, FIX_MEAN, FIX_NORM, SCALED
-        )
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, beta, fresh, rate, least, radius, FIX_MEAN, FIX_NORM,
+            SCALED,
+        )  # fmt: skip
         for slice in range(WIDTH // SLICE):
             ks = slice * SLICE + tl.arange(0, SLICE)
             some = here[:, None] & (ks < fan_in)[None, :]
@@ -262,8 +272,9 @@ def _turn_tile(
 
 @triton.jit
 def _nudge_tile(
-    record, grad, rate, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr, STOCHASTIC: tl.constexpr
-):
+    record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """Nudge gains or biases."""
     i = tile * (TILE // GAINS) + tl.arange(0, TILE // GAINS)
     here = i < tl.load(record + NEURONS)
@@ -281,7 +292,8 @@ def _nudge_tile(
     finite = tl.abs(g) <= LARGEST
     average = tl.where(finite, tl.sqrt(beta * before * before + fresh * g * g), before).to(tl.float32)
     moving = here & finite & (average > 0)
-    change = rate * g / tl.where(moving, average, 1.0).to(tl.float64)
+    divisor = tl.maximum(average.to(tl.float64), least * tl.abs(g))
+    change = rate * g / tl.where(moving, divisor, 1.0)
     out = b - change
     moving &= (change != 0) & (tl.abs(out) <= LARGEST)
     tl.store(weight, _stored(out, W, noise, i, STOCHASTIC), moving)
@@ -303,7 +315,8 @@ def step(
     if grad == 0:
         return
     record = records + owner.to(tl.int64) * FIELDS
-    rate = tl.load(rates + owner)
+    rate = tl.load(rates + 2 * owner)
+    least = tl.load(rates + 2 * owner + 1)
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST).to(tl.int32)
     if STOCHASTIC:
@@ -312,11 +325,11 @@ def step(
         if (SHAPES >> each) & 1:
             if shape == each:
                 if each == 0:
-                    _nudge_tile(record, grad, rate, noise, tile, W, G, TILE, STOCHASTIC)
+                    _nudge_tile(record, grad, rate, least, noise, tile, W, G, TILE, STOCHASTIC)
                 else:
                     _turn_tile(
-                        record, grad, rate, noise, tile, W, G, TILE, 1 << (each // 2), each % 2, FIX_MEAN, FIX_NORM,
-                        SCALED, STOCHASTIC,
+                        record, grad, rate, least, noise, tile, W, G, TILE, 1 << (each // 2), each % 2, FIX_MEAN,
+                        FIX_NORM, SCALED, STOCHASTIC,
                     )  # fmt: skip
 
 
@@ -405,7 +418,7 @@ def turn(
     average, f, mean, stretch, moving, finite, _ = _settle(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, before, fan_in, _number(record, BETA),
         _number(record, FRESH),
-        tl.load(rates + owner), radius, FIX_MEAN, FIX_NORM, SCALED,
+        tl.load(rates + 2 * owner), tl.load(rates + 2 * owner + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     axis: tl.constexpr = 0 if DOWN else 1
     weight = _pointer(record, WEIGHT, W) + at

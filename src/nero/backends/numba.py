@@ -47,7 +47,7 @@ CANCELLED = 0.1
 
 RATES = np.dtype(
     [
-        *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "eps", "low", "largest")),
+        *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "eps", "low", "largest")),
         *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
     ]
 )
@@ -198,8 +198,9 @@ def _like(dtype: torch.dtype) -> Any:
 def _rates(settings: Settings, dtype: torch.dtype) -> Any:
     info = torch.finfo(dtype)
     log_beta = math.log(settings.beta) if settings.beta else -math.inf
-    numbers = float(settings.lr), settings.beta, log_beta, settings.scale or 0.0, info.eps, MARGIN * info.tiny, info.max
-    return np.array([(*numbers, settings.fix_mean, bool(settings.fix_norm))], RATES)
+    options = float(settings.lr), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
+    range_of_it = info.eps, MARGIN * info.tiny, info.max
+    return np.array([(*options, *range_of_it, settings.fix_mean, bool(settings.fix_norm))], RATES)
 
 
 # -- compiled from here on ---------------------------------------------------------------------
@@ -304,9 +305,9 @@ def _nudge(task, first, last, correction, rates, like):
             sat_out += 1
             continue
         averages[i] = _root(averages[i], g, rates)
-        corrected = averages[i] / correction
-        if g != 0 and corrected > 0 and reach != 0:
-            nudged = b - reach * (g / corrected)
+        divisor = max(averages[i] / correction, abs(g) * rates.least)
+        if g != 0 and divisor > 0 and reach != 0:
+            nudged = b - reach * (g / divisor)
             if abs(nudged) <= rates.largest:
                 gains[i] = nudged
     return sat_out
@@ -451,7 +452,8 @@ def _turn(sums, task, average, radius, correction, rates):
     """The rule, from the sums; ordinary only if no number has left its range and none has cancelled."""
     fan_in, low, high = task.segments * task.run, rates.low, 1 / rates.low
     average = math.sqrt(rates.beta * average * average + (1 - rates.beta) * sums.gg)
-    factor = rates.lr * (rates.scale if rates.scale != 0 else math.sqrt(sums.ww)) * correction / average
+    divisor = max(average, correction * rates.least * math.sqrt(sums.gg))
+    factor = rates.lr * (rates.scale if rates.scale != 0 else math.sqrt(sums.ww)) * correction / divisor
     turned = sums.ww + factor * factor * sums.gg
     mean = (sums.w - factor * sums.g) / fan_in if rates.fix_mean and fan_in != 2 else 0.0
     left = turned - 2 * factor * sums.wg - fan_in * mean * mean
@@ -480,15 +482,15 @@ def _turn_carefully(task, neuron, correction, rates, like):
     if not length <= rates.largest:
         return 1
     average[0] = _root(average[0], rounded(length), rates)
-    corrected = average[0] / correction
-    if not (length > 0 and corrected > 0 and rates.lr != 0):
+    divisor = max(average[0] / correction, length * rates.least)
+    if not (length > 0 and divisor > 0 and rates.lr != 0):
         return 0
 
     w = _gathered(task, task.weight, start, like)
     size = rates.scale if rates.scale != 0 else _norm(w)
     reach = rates.lr * (size if size != 0 else SCALE_AT_ORIGIN)
     for i in range(fan_in):
-        w[i] -= reach * (g[i] / corrected)
+        w[i] -= reach * (g[i] / divisor)
 
     peak = _peak(w)
     if not 0 < peak <= rates.largest:

@@ -349,6 +349,7 @@ class Sweep:
                     _bits(settings.beta),
                     _bits(1 - settings.beta),
                     _bits(math.log(settings.beta) if settings.beta else -math.inf),
+                    _bits(1 / settings.longest),
                     _bits(settings.scale or 0.0),
                     _bits(job.pull),
                     lines[i].group,
@@ -365,7 +366,7 @@ class Sweep:
             self._launches += [(launch, on_device, on_device.data_ptr()) for launch in those]
         words = array("q", [word for record in fields for word in record])
         records = self._placed(torch.frombuffer(words, dtype=torch.int64))
-        rates, room = (torch.empty(size, dtype=torch.float64, device=self.device) for size in (len(forms), sums))
+        rates, room = (torch.empty(size, dtype=torch.float64, device=self.device) for size in (2 * len(forms), sums))
         self._tables = (records, rates, room)
 
 

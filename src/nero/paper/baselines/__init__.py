@@ -18,7 +18,7 @@ BETA = 0.999  # of every running average of squares
 
 #: The optimisers' names, each with its options.
 OPTIONS = {
-    "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta"),
+    "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta", "longest_step"),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "eps", "balanced"),
@@ -36,7 +36,8 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
             authors' form: a neuron's step is relative to the mean norm of its tensor when the
             optimiser is made; ``scale``, what the steps of gains and biases are relative to (σ_b), ``gain_penalty``,
-            which pulls gains to one, ``depth``, which the rate is divided by, and ``beta`` (0.999, as the paper's).
+            which pulls gains to one, ``depth``, which the rate is divided by, ``beta`` (0.999, as the paper's) and
+            ``longest_step`` (none).
             For SGD ``momentum`` and ``weight_decay`` (of all parameters), and ``clip``: the gradient of all weights
             together is shortened to this norm, if it is longer. For Adam and LAMB ``beta1`` (0 by default) and ``eps``
             (1e-8 and 1e-6). For all but Nero ``balanced``: hold the neurons to both constraints from the first step on.
@@ -111,12 +112,21 @@ def _nero(
     gain_penalty: float = 0.0,
     depth: float | Literal["auto"] = 1.0,
     beta: float = BETA,
+    longest_step: float = math.inf,
 ) -> nero.Nero:
     groups = _at_fixed_scale(model, fix_mean, fix_norm) if fixed_scale else nero.param_groups(model)
     for group in groups:
         if scale is not None and group["role"] != "neuron":
             group["scale"] = scale
-    optimiser = nero.Nero(groups, lr=lr, beta=beta, fix_mean=fix_mean, fix_norm=fix_norm, gain_penalty=gain_penalty)
+    optimiser = nero.Nero(
+        groups,
+        lr=lr,
+        beta=beta,
+        longest_step=longest_step,
+        fix_mean=fix_mean,
+        fix_norm=fix_norm,
+        gain_penalty=gain_penalty,
+    )
     if depth == "auto":
         optimiser.count_depth(model)
     else:

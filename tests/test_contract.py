@@ -733,7 +733,8 @@ def mesh():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_sharded_parameters_take_the_same_steps(backend: str, mesh):
+@pytest.mark.parametrize("longest", [math.inf, 1.05])
+def test_sharded_parameters_take_the_same_steps(backend: str, longest: float, mesh):
     """FSDP2 swaps the parameters for sharded ones; their state is sharded alike."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -746,7 +747,7 @@ def test_sharded_parameters_take_the_same_steps(backend: str, mesh):
         with pytest.raises(ValueError, match=r"0\.weight is a DTensor"):
             nero.Nero(sharded, backend=backend)
         return
-    optimisers = [nero.Nero(model, backend=backend) for model in (plain, sharded)]
+    optimisers = [nero.Nero(model, longest_step=longest, backend=backend) for model in (plain, sharded)]
     for seed in range(3):
         fill_grads(plain, seed)
         plain[2].weight.grad[0, 0] = math.nan if seed == 1 else 1.0
@@ -761,13 +762,14 @@ def test_sharded_parameters_take_the_same_steps(backend: str, mesh):
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_compiled_step_is_one_graph_and_does_not_recompile_for_lr():
+@pytest.mark.parametrize("longest", [math.inf, 1.05])
+def test_compiled_step_is_one_graph_and_does_not_recompile_for_lr(longest: float):
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
     model, plain = network(), network()
-    optimiser = nero.Nero(model, lr=torch.tensor(0.01))
-    reference = nero.Nero(plain, lr=0.01)
+    optimiser = nero.Nero(model, lr=torch.tensor(0.01), longest_step=longest)
+    reference = nero.Nero(plain, lr=0.01, longest_step=longest)
     counter = CompileCounter()
     step = torch.compile(lambda: optimiser.step(), backend=counter, fullgraph=True)
     for seed in range(5):

@@ -1702,17 +1702,53 @@ def test_options_of_robustness(options, message):
         theory.robustness(model, (inputs, labels), **options)
 
 
-def test_no_tolerance_is_too_fine():
-    model, inputs, labels = robust_case()
+def ends(model: nn.Module) -> None:
+    """Have the model refuse to run for ever."""
     runs = itertools.count()
 
     def count(*_):
         assert next(runs) < 3000, "it does not come to an end"
 
     model.register_forward_hook(count)
+
+
+def test_no_tolerance_is_too_fine():
+    model, inputs, labels = robust_case()
+    ends(model)
     fine = theory.robustness(model, (inputs, labels), rotations=1, examples=1, tolerance=1e-300)
     coarse = theory.robustness(model, (inputs, labels), rotations=1, examples=1)
     assert fine.upper == pytest.approx(coarse.upper, rel=0.01)
+
+
+class SignedRoot(nn.Module):
+    """Its gradient is not a number: the root that is not taken has none."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.where(inputs > 0, inputs.sqrt(), -(-inputs).sqrt())
+
+
+@pytest.mark.parametrize(("activation", "scale"), [(SignedRoot(), 1.0), (nn.ReLU(), 2e38)], ids=["root", "overflow"])
+def test_margins_without_a_gradient_are_refused(activation: nn.Module, scale: float):
+    """The angle to start from was not a number, and grew to no limit for ever."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), activation, nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        model[2].weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    data = torch.tensor([[scale, scale], [scale, -scale]]), torch.zeros(2).long()
+    ends(model)
+    with pytest.raises(ValueError, match=r"gradient of '0\.weight', in the margin of example \d, .* or not a number"):
+        theory.robustness(model, data, fix_mean=False, rotations=4, examples=2, steps=2)
+
+
+def test_the_search_ends_where_the_slope_is_not_a_number():
+    """Along inputs that are finite, the neuron's gradient is more than float32 holds."""
+    model = nn.Linear(40, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(0.5, 1, 40))
+    data = torch.full((3, 40), 3e38), torch.ones(3).long()
+    ends(model)
+    found = theory.robustness(model, data, fix_mean=False, rotations=4, examples=2, steps=2)
+    assert found.upper is None or 0 < found.upper <= found.limit
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1, np.int64(7)])

@@ -57,7 +57,11 @@ class Classifier:
         return None
 
     def gradients(self, weights: Mapping[str, Tensor], example: int) -> tuple[float, dict[str, Tensor]]:
-        """The margin of one example, and its gradients in those weights."""
+        """The margin of one example, and its gradients in those weights.
+
+        Raises:
+            ValueError: gradients that are not finite.
+        """
         self._load(weights)
         parameters = {name: caps.layer.parameter for name, caps in self.caps.items()}
         with torch.enable_grad():
@@ -67,6 +71,12 @@ class Classifier:
             name: torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
+        for name, gradient in gradients.items():
+            if not bool(gradient.isfinite().all()):
+                raise ValueError(
+                    f"the gradient of {name!r}, in the margin of example {example}, holds values that are infinite or "
+                    "not a number: the model is not smooth there, or overflows"
+                )
         return float(margin.detach()), gradients
 
     def _margins(self, weights: Mapping[str, Tensor]) -> Iterator[Tensor]:

@@ -1525,6 +1525,14 @@ def test_a_list_is_no_model():
     for call in (theory.preactivations, theory.relative_step, theory.robustness):
         with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not list"):
             call([nn.Linear(3, 2)], {})
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not NoneType"):
+        theory.is_per_neuron_relative(None, {}, 0.1)
+
+
+def test_frozen_whole_numbers_have_no_say_in_a_step():
+    model = nn.Linear(3, 2)
+    model.table = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
+    assert theory.is_per_neuron_relative(model, {"weight": 0.1 * model.weight.detach()}, 0.1)
 
 
 def test_complex_neurons_are_refused():

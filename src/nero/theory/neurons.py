@@ -107,10 +107,11 @@ def is_per_neuron_relative(
     """
     if not real(eta) > 0:
         raise ValueError(f"eta must be a positive number, like 0.01, but it is {eta!r}")
-    eps = {name: torch.finfo(parameter.dtype).eps for name, parameter in model.named_parameters()}
+    layers = relative_step(model, perturbation).layers
+    parameters = dict(model.named_parameters())
+    eps = {layer.name: torch.finfo(parameters[layer.name].dtype).eps for layer in layers}
     return all(
-        layer.neuron <= real(eta) + (2 * eps[layer.name] if tolerance is None else tolerance)
-        for layer in relative_step(model, perturbation).layers
+        layer.neuron <= real(eta) + (2 * eps[layer.name] if tolerance is None else tolerance) for layer in layers
     )
 
 

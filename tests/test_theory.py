@@ -919,6 +919,33 @@ def test_sparse_buffers_are_kept_too(measure, layout: str, writes: bool):
     assert model.training
 
 
+@pytest.mark.parametrize(("weight", "scale"), [(1e-165, 1.0), (1e160, 1.0), (1.0, 1e-170), (1.0, 1e160)])
+def test_steps_are_measured_where_their_squares_leave_the_range(weight: float, scale: float):
+    """All of it is relative, so that neither the unit of the weights nor that of the loss matters."""
+    torch.manual_seed(0)
+    plain, step = nn.Linear(4, 3, bias=False, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        model.weight.mul_(weight)
+
+    def loss(model: nn.Module) -> Tensor:
+        return scale * (model.weight / weight).pow(3).sum()
+
+    def same(model: nn.Module) -> Tensor:
+        return model.weight.pow(3).sum()
+
+    for size in (0.01, 1.0):
+        small, large = {"weight": weight * size * step}, {"weight": size * step}
+        [found] = theory.relative_change(model, loss, small).layers
+        [wanted] = theory.relative_change(plain, same, large).layers
+        assert (found.size, found.change) == pytest.approx((wanted.size, wanted.change), rel=1e-12)
+        assert found.cosine == pytest.approx(wanted.cosine, rel=1e-12)
+        assert theory.relative_step(model, small).layer == pytest.approx(theory.relative_step(plain, large).layer)
+    down = {"weight": -0.1 * model.weight.detach() * model.weight.detach().sign()}
+    assert theory.is_stable_step(model, loss, down)
+    assert not theory.is_stable_step(model, loss, {"weight": -down["weight"]})
+
+
 def test_both_gradients_see_the_same_dropout():
     model = nn.Sequential(nn.Linear(50, 50), nn.Dropout(), nn.Linear(50, 1))
     step = {"0.weight": 1e-6 * torch.randn(50, 50)}

@@ -1775,6 +1775,19 @@ def test_margins_without_a_gradient_are_refused(activation: nn.Module, scale: fl
         theory.robustness(model, data, fix_mean=False, rotations=4, examples=2, steps=2)
 
 
+@pytest.mark.parametrize("closed", [torch.no_grad(), torch.inference_mode()], ids=["no_grad", "inference_mode"])
+def test_models_that_run_without_gradients_are_refused(closed):
+    class Closed(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            with closed:
+                return super().forward(inputs)
+
+    model = nero.balance_(Closed(4, 3))
+    inputs = torch.randn(6, 4)
+    with pytest.raises(ValueError, match=r"has no gradient, .*: let it run without torch\.no_grad"):
+        theory.robustness(model, (inputs, model(inputs).argmax(1)), rotations=4)
+
+
 def test_the_search_ends_where_the_slope_is_not_a_number():
     """Along inputs that are finite, the neuron's gradient is more than float32 holds."""
     model = nn.Linear(40, 1, bias=False)

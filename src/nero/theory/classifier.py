@@ -60,12 +60,17 @@ class Classifier:
         """The margin of one example, and its gradients in those weights.
 
         Raises:
-            ValueError: gradients that are not finite.
+            ValueError: a margin without gradients, or gradients that are not finite.
         """
         self._load(weights)
         parameters = {name: caps.layer.parameter for name, caps in self.caps.items()}
         with torch.enable_grad():
             margin = self._margin(slice(example, example + 1)).sum()
+            if not margin.requires_grad:
+                raise ValueError(
+                    "what the model gives has no gradient, which says where to turn its neurons: let it run without "
+                    "torch.no_grad() or detach() on the way"
+                )
             found = torch.autograd.grad(margin, list(parameters.values()), allow_unused=True)
         gradients = {
             name: torch.zeros_like(parameter) if gradient is None else gradient.to_dense()

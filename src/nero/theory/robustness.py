@@ -119,7 +119,8 @@ def robustness(
 
     Raises:
         TypeError, ValueError: errors on the data, an empty batch, labels without an output, a model without
-            neurons or with neurons that have a mean, margins with gradients that are not finite.
+            neurons or with neurons that have a mean, margins without a gradient, or with one
+            that is not finite.
         RuntimeError: torch.inference_mode(), which has no gradients; a rotation that breaks the proof, which is a bug,
             or rounding where inputs are very large.
 

@@ -196,6 +196,14 @@ def test_real_numbers_may_be_numpys():
     assert theory.is_per_neuron_relative(layer, {"weight": 0.25 * layer.weight.detach()}, half)
 
 
+def test_real_numbers_may_be_tensors():
+    assert theory.cap_measure(torch.tensor(3), torch.tensor(1.0)) == theory.cap_measure(3, 1.0)
+    assert theory.cap_measure(3, torch.tensor([0.5], requires_grad=True)) == theory.cap_measure(3, 0.5)
+    for other in (torch.tensor([0.5, 0.5]), torch.tensor(True), torch.tensor(0.5j)):
+        with pytest.raises(ValueError, match=r"angle must be an angle in \(0, π/2\], in radians, but it is tensor"):
+            theory.cap_measure(3, other)
+
+
 def test_whole_numbers_may_be_numpys():
     assert theory.cap_measure(np.int64(10), 0.3) == theory.cap_measure(10, 0.3)
     assert theory.pac_bayes_bound(-1.0, np.int32(10)) == theory.pac_bayes_bound(-1.0, 10)

@@ -1031,6 +1031,19 @@ def test_steps_have_a_size(eta):
         theory.is_per_neuron_relative(nn.Linear(3, 2), {"bias": torch.ones(2)}, eta)
 
 
+@pytest.mark.parametrize("tolerance", ["a", math.nan, -1, True, torch.tensor([0.1, 0.1])])
+def test_tolerances_are_numbers(tolerance):
+    layer = nero.balance_(nn.Linear(3, 2))
+    for call in (
+        lambda: theory.is_balanced(layer, tolerance=tolerance),
+        lambda: theory.is_per_neuron_relative(layer, {"bias": torch.ones(2)}, 0.1, tolerance=tolerance),
+    ):
+        with pytest.raises(ValueError, match="tolerance must be a number of 0 or more, like 1e-6, or None, but it is"):
+            call()
+    for exact in (Fraction(1, 10), np.float32(0.1), torch.tensor(0.1)):
+        assert theory.is_balanced(layer, tolerance=exact)
+
+
 # -- turning -----------------------------------------------------------------------------------
 
 

@@ -526,6 +526,10 @@ def test_the_page_on_auto_has_the_trust_of_the_record():
     best |= {row[0].partition(",")[0]: row[4] for row in rows_of("depths")}  # 100 layers hardly begin in five epochs
     best["ResNet-50"] = f"{suite.TASKS['imagenet'].contenders['nero-tuned'].best:g}"
     assert [row[4] for row in rows_of("trust")] == [best[row[0]] for row in rows_of("trust")]
+    short = {row["network"]: float(best[row["network"]]) / row["trusted"] for row in record["rows"] if row["trusted"]}
+    page = (ROOT / "docs/auto.md").read_text()
+    assert f"VGG-11's is {short['VGG-11']:.1f} times too short" in page
+    assert f"the measured angle is over {short['ResNet-50'] // 10 * 10:.0f} times too short there" in page
 
 
 def test_the_page_on_auto_has_the_best_angles_by_time():

@@ -104,6 +104,15 @@ def test_a_sum_counts_each_branch_by_its_share(alpha):
     assert nero.depth_of(nn.Sequential(*both, third), X) == pytest.approx(1 + rms(2, 5, shares=shares))
 
 
+@pytest.mark.parametrize(
+    ("scale", "dtype"), [(1e-24, torch.float32), (1e20, torch.float32), (1e36, torch.float32), (1e200, torch.float64)]
+)
+def test_shares_are_told_where_squares_leave_the_range(scale, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(1), Block(1)).to(dtype)
+    assert nero.depth_of(model, scale * X.to(dtype)) == pytest.approx(nero.depth_of(model, X.to(dtype)), rel=1e-5)
+
+
 @pytest.mark.parametrize("by", [1e-6, 1e6, -3e38])
 def test_what_no_layer_has_touched_does_not_count_in_a_sum(by):
     class Shifted(nn.Module):

@@ -2,11 +2,13 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import replace
@@ -329,9 +331,24 @@ def test_processes_read_and_say_what_is_wrong(tmp_path: Path, monkeypatch: pytes
         list(streamed.epoch(4, torch.Generator(), None))
     with pytest.raises(DataError, match=r"a process that reads images died, .*: run the same command again"):
         readers.result(streamed.readers.submit(os._exit, 1))
-    with pytest.raises(BrokenProcessPool):
-        streamed.readers.submit(int)
     streamed.readers.close()
+
+
+def test_a_reader_that_dies_while_the_network_trains_is_told_and_the_others_end():
+    """Whoever asks for the next batch meets it, not who waits for one; and another may be at work, deaf to SIGTERM."""
+    who, before = Readers(2), multiprocessing.active_children()
+    for each in [who.submit(time.sleep, 0.3) for _ in range(2)]:
+        readers.result(each)
+    waiting = [who.submit(time.sleep, 600) for _ in range(2)]
+    both = [each for each in multiprocessing.active_children() if each not in before]
+    assert len(both) == 2
+    both[0].kill()
+    assert isinstance(waiting[0].exception(60), BrokenProcessPool)
+    with pytest.raises(DataError, match=r"a process that reads images died, .*: run the same command again"):
+        who.submit(int)
+    both[1].join(60)
+    assert not both[1].is_alive()
+    who.close()
 
 
 def test_readers_outlive_what_stops_the_process_that_trains():

@@ -196,6 +196,14 @@ def test_real_numbers_may_be_numpys():
     assert theory.is_per_neuron_relative(layer, {"weight": 0.25 * layer.weight.detach()}, half)
 
 
+def test_real_numbers_may_be_tensors():
+    assert theory.cap_measure(torch.tensor(3), torch.tensor(1.0)) == theory.cap_measure(3, 1.0)
+    assert theory.cap_measure(3, torch.tensor([0.5], requires_grad=True)) == theory.cap_measure(3, 0.5)
+    for other in (torch.tensor([0.5, 0.5]), torch.tensor(True), torch.tensor(0.5j)):
+        with pytest.raises(ValueError, match=r"angle must be an angle in \(0, π/2\], in radians, but it is tensor"):
+            theory.cap_measure(3, other)
+
+
 def test_whole_numbers_may_be_numpys():
     assert theory.cap_measure(np.int64(10), 0.3) == theory.cap_measure(10, 0.3)
     assert theory.pac_bayes_bound(-1.0, np.int32(10)) == theory.pac_bayes_bound(-1.0, 10)
@@ -919,6 +927,33 @@ def test_sparse_buffers_are_kept_too(measure, layout: str, writes: bool):
     assert model.training
 
 
+@pytest.mark.parametrize(("weight", "scale"), [(1e-165, 1.0), (1e160, 1.0), (1.0, 1e-170), (1.0, 1e160)])
+def test_steps_are_measured_where_their_squares_leave_the_range(weight: float, scale: float):
+    """All of it is relative, so that neither the unit of the weights nor that of the loss matters."""
+    torch.manual_seed(0)
+    plain, step = nn.Linear(4, 3, bias=False, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        model.weight.mul_(weight)
+
+    def loss(model: nn.Module) -> Tensor:
+        return scale * (model.weight / weight).pow(3).sum()
+
+    def same(model: nn.Module) -> Tensor:
+        return model.weight.pow(3).sum()
+
+    for size in (0.01, 1.0):
+        small, large = {"weight": weight * size * step}, {"weight": size * step}
+        [found] = theory.relative_change(model, loss, small).layers
+        [wanted] = theory.relative_change(plain, same, large).layers
+        assert (found.size, found.change) == pytest.approx((wanted.size, wanted.change), rel=1e-12)
+        assert found.cosine == pytest.approx(wanted.cosine, rel=1e-12)
+        assert theory.relative_step(model, small).layer == pytest.approx(theory.relative_step(plain, large).layer)
+    down = {"weight": -0.1 * model.weight.detach() * model.weight.detach().sign()}
+    assert theory.is_stable_step(model, loss, down)
+    assert not theory.is_stable_step(model, loss, {"weight": -down["weight"]})
+
+
 def test_both_gradients_see_the_same_dropout():
     model = nn.Sequential(nn.Linear(50, 50), nn.Dropout(), nn.Linear(50, 1))
     step = {"0.weight": 1e-6 * torch.randn(50, 50)}
@@ -994,6 +1029,19 @@ def test_a_bias_of_zero_has_no_relative_step():
 def test_steps_have_a_size(eta):
     with pytest.raises(ValueError, match="eta must be a positive number"):
         theory.is_per_neuron_relative(nn.Linear(3, 2), {"bias": torch.ones(2)}, eta)
+
+
+@pytest.mark.parametrize("tolerance", ["a", math.nan, -1, True, torch.tensor([0.1, 0.1])])
+def test_tolerances_are_numbers(tolerance):
+    layer = nero.balance_(nn.Linear(3, 2))
+    for call in (
+        lambda: theory.is_balanced(layer, tolerance=tolerance),
+        lambda: theory.is_per_neuron_relative(layer, {"bias": torch.ones(2)}, 0.1, tolerance=tolerance),
+    ):
+        with pytest.raises(ValueError, match="tolerance must be a number of 0 or more, like 1e-6, or None, but it is"):
+            call()
+    for exact in (Fraction(1, 10), np.float32(0.1), torch.tensor(0.1)):
+        assert theory.is_balanced(layer, tolerance=exact)
 
 
 # -- turning -----------------------------------------------------------------------------------
@@ -1525,6 +1573,14 @@ def test_a_list_is_no_model():
     for call in (theory.preactivations, theory.relative_step, theory.robustness):
         with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not list"):
             call([nn.Linear(3, 2)], {})
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, not NoneType"):
+        theory.is_per_neuron_relative(None, {}, 0.1)
+
+
+def test_frozen_whole_numbers_have_no_say_in_a_step():
+    model = nn.Linear(3, 2)
+    model.table = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
+    assert theory.is_per_neuron_relative(model, {"weight": 0.1 * model.weight.detach()}, 0.1)
 
 
 def test_complex_neurons_are_refused():
@@ -1702,17 +1758,66 @@ def test_options_of_robustness(options, message):
         theory.robustness(model, (inputs, labels), **options)
 
 
-def test_no_tolerance_is_too_fine():
-    model, inputs, labels = robust_case()
+def ends(model: nn.Module) -> None:
+    """Have the model refuse to run for ever."""
     runs = itertools.count()
 
     def count(*_):
         assert next(runs) < 3000, "it does not come to an end"
 
     model.register_forward_hook(count)
+
+
+def test_no_tolerance_is_too_fine():
+    model, inputs, labels = robust_case()
+    ends(model)
     fine = theory.robustness(model, (inputs, labels), rotations=1, examples=1, tolerance=1e-300)
     coarse = theory.robustness(model, (inputs, labels), rotations=1, examples=1)
     assert fine.upper == pytest.approx(coarse.upper, rel=0.01)
+
+
+class SignedRoot(nn.Module):
+    """Its gradient is not a number: the root that is not taken has none."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.where(inputs > 0, inputs.sqrt(), -(-inputs).sqrt())
+
+
+@pytest.mark.parametrize(("activation", "scale"), [(SignedRoot(), 1.0), (nn.ReLU(), 2e38)], ids=["root", "overflow"])
+def test_margins_without_a_gradient_are_refused(activation: nn.Module, scale: float):
+    """The angle to start from was not a number, and grew to no limit for ever."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), activation, nn.Linear(2, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        model[2].weight.copy_(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))
+    data = torch.tensor([[scale, scale], [scale, -scale]]), torch.zeros(2).long()
+    ends(model)
+    with pytest.raises(ValueError, match=r"gradient of '0\.weight', in the margin of example \d, .* or not a number"):
+        theory.robustness(model, data, fix_mean=False, rotations=4, examples=2, steps=2)
+
+
+@pytest.mark.parametrize("closed", [torch.no_grad(), torch.inference_mode()], ids=["no_grad", "inference_mode"])
+def test_models_that_run_without_gradients_are_refused(closed):
+    class Closed(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            with closed:
+                return super().forward(inputs)
+
+    model = nero.balance_(Closed(4, 3))
+    inputs = torch.randn(6, 4)
+    with pytest.raises(ValueError, match=r"has no gradient, .*: let it run without torch\.no_grad"):
+        theory.robustness(model, (inputs, model(inputs).argmax(1)), rotations=4)
+
+
+def test_the_search_ends_where_the_slope_is_not_a_number():
+    """Along inputs that are finite, the neuron's gradient is more than float32 holds."""
+    model = nn.Linear(40, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.linspace(0.5, 1, 40))
+    data = torch.full((3, 40), 3e38), torch.ones(3).long()
+    ends(model)
+    found = theory.robustness(model, data, fix_mean=False, rotations=4, examples=2, steps=2)
+    assert found.upper is None or 0 < found.upper <= found.limit
 
 
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 - 1, np.int64(7)])

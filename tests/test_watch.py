@@ -231,6 +231,7 @@ def test_a_neuron_at_the_origin_starts_where_it_first_has_a_direction():
     first, second = (reading["weight"] for reading in watched.readings[1:])
     assert all(map(math.isnan, first.turned))
     assert first.from_start == (0, 0, 0)
+    assert str(watched.readings[1]).splitlines()[3].split()[:4] == ["weight", "neuron", "-", "0"]
     assert second.turned == second.from_start
     assert second.turned.low > 0
 

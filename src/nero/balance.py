@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from nero import rows
 from nero.roles import Role, roles_of
 from nero.rounding import rounded
+from nero.whole import real
 
 Radius: TypeAlias = float | Tensor
 FixNorm: TypeAlias = bool | Literal["initial"]
@@ -139,9 +140,11 @@ def is_balanced(
 
     Raises:
         TypeError: something that is not a module, a complex parameter that is trained.
-        ValueError: a constraint that is neither on nor off, a model without neurons to train, or on the meta device.
+        ValueError: a constraint that is neither on nor off, a tolerance that is no number or negative, a model without
+            neurons to train, or on the meta device.
     """
     _check_constraints(fix_mean, fix_norm)
+    given = None if tolerance is None else checked_tolerance(tolerance)
     neurons = list(_neurons(model))
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
@@ -149,7 +152,7 @@ def is_balanced(
     for _, parameter, role in neurons:
         wide = _wide(role.view(parameter))
         rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
-        allowed = rounding if tolerance is None else tolerance
+        allowed = rounding if given is None else given
         nearest, possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm)
         # at the origin or constant, all that are balanced are as near
         alike = torch.hypot(norm(wide, role.axes), wide.new_tensor(float(fix_norm)))
@@ -272,6 +275,13 @@ def _check_constraints(fix_mean: object, fix_norm: object) -> None:
             f"fix_mean and fix_norm must be True or False here, but they are {fix_mean!r} and {fix_norm!r}; "
             "fix_norm=False leaves norms as they are"
         )
+
+
+def checked_tolerance(tolerance: float) -> float:
+    """A tolerance as Python's own number; raise unless it is one, and not negative."""
+    if not real(tolerance) >= 0:
+        raise ValueError(f"tolerance must be a number of 0 or more, like 1e-6, or None, but it is {tolerance!r}")
+    return real(tolerance)
 
 
 def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:

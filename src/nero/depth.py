@@ -168,7 +168,7 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
     depths = [each.depth if isinstance(each, _Signal) else float(each.neurons) for each in seen]
     if depths[0] == depths[1] or not min(depths):  # a constant, an input or a bias leaves the other as deep as it was
         return _Signal(max(depths), trained)
-    squares = [_square(each) for each in given]
+    squares = _squares(given)
     squares[name != "rsub"] *= float(options.get("alpha", 1)) ** 2
     total = sum(squares)
     if math.isnan(total):
@@ -182,10 +182,13 @@ def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], optio
     return _Signal(math.sqrt(shared), trained)
 
 
-def _square(tensor: Tensor) -> float:
-    """The mean square."""
-    real = tensor.detach().abs() if tensor.is_complex() else tensor.detach()
-    return real.float().square().mean().item() if real.numel() else 0.0
+def _squares(tensors: list[Tensor]) -> list[float]:
+    """The mean squares, in units of the largest entry of all: of the entries as they are, they may leave the range."""
+    found = [each.detach().abs() if each.is_complex() else each.detach() for each in tensors]
+    found = [each if each.dtype == torch.float64 else each.float() for each in found]
+    peak = max((each.abs().max().item() for each in found if each.numel()), default=0.0)
+    unit = peak if 0 < peak < math.inf else 1.0
+    return [(each / unit).square().mean().item() if each.numel() else 0.0 for each in found]
 
 
 @contextmanager

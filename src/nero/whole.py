@@ -5,6 +5,8 @@ import operator
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
+
 
 def whole(name: str, value: Any, least: int | None = None, what: str = "") -> int:
     """A whole number, such as numpy's, as Python's own; raise if it is none, less than it may be, or beyond 64 bits."""
@@ -21,7 +23,9 @@ def whole(name: str, value: Any, least: int | None = None, what: str = "") -> in
 
 
 def real(value: Any) -> float:
-    """A real number, such as numpy's, as Python's own; what is none is not a number, and in no range."""
+    """A real number, such as numpy's or a tensor's only one, as Python's own; what is none is not a number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:

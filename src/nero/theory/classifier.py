@@ -57,16 +57,31 @@ class Classifier:
         return None
 
     def gradients(self, weights: Mapping[str, Tensor], example: int) -> tuple[float, dict[str, Tensor]]:
-        """The margin of one example, and its gradients in those weights."""
+        """The margin of one example, and its gradients in those weights.
+
+        Raises:
+            ValueError: a margin without gradients, or gradients that are not finite.
+        """
         self._load(weights)
         parameters = {name: caps.layer.parameter for name, caps in self.caps.items()}
         with torch.enable_grad():
             margin = self._margin(slice(example, example + 1)).sum()
+            if not margin.requires_grad:
+                raise ValueError(
+                    "what the model gives has no gradient, which says where to turn its neurons: let it run without "
+                    "torch.no_grad() or detach() on the way"
+                )
             found = torch.autograd.grad(margin, list(parameters.values()), allow_unused=True)
         gradients = {
             name: torch.zeros_like(parameter) if gradient is None else gradient.to_dense()
             for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
         }
+        for name, gradient in gradients.items():
+            if not bool(gradient.isfinite().all()):
+                raise ValueError(
+                    f"the gradient of {name!r}, in the margin of example {example}, holds values that are infinite or "
+                    "not a number: the model is not smooth there, or overflows"
+                )
         return float(margin.detach()), gradients
 
     def _margins(self, weights: Mapping[str, Tensor]) -> Iterator[Tensor]:

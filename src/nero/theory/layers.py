@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nero.balance import check_memory
+from nero.balance import check_memory, norm
 from nero.roles import KINDS, Kind, Role, roles_of
 
 #: A change of weights, ΔW, by the parameters' names; what it does not name stays.
@@ -102,8 +102,9 @@ def check_perturbation(model: nn.Module, perturbation: Perturbation) -> None:
 
 
 def length(tensor: Tensor) -> float:
-    """The Frobenius norm, summed in float64."""
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+    """The Frobenius norm, summed in float64 and right where its square would leave the range."""
+    wide = tensor.detach().double().flatten()
+    return float(norm(wide, (0,))) if wide.numel() else 0.0
 
 
 def ratio(part: float, whole: float) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nero.balance import norm, statistics_dtype
+from nero.balance import checked_tolerance, norm, statistics_dtype
 from nero.roles import KINDS, Kind
 from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
 from nero.theory.table import table
@@ -107,11 +107,11 @@ def is_per_neuron_relative(
     """
     if not real(eta) > 0:
         raise ValueError(f"eta must be a positive number, like 0.01, but it is {eta!r}")
-    eps = {name: torch.finfo(parameter.dtype).eps for name, parameter in model.named_parameters()}
-    return all(
-        layer.neuron <= real(eta) + (2 * eps[layer.name] if tolerance is None else tolerance)
-        for layer in relative_step(model, perturbation).layers
-    )
+    given = None if tolerance is None else checked_tolerance(tolerance)
+    layers = relative_step(model, perturbation).layers
+    parameters = dict(model.named_parameters())
+    eps = {layer.name: torch.finfo(parameters[layer.name].dtype).eps for layer in layers}
+    return all(layer.neuron <= real(eta) + (2 * eps[layer.name] if given is None else given) for layer in layers)
 
 
 def _step(layer: Layer, perturbation: Perturbation) -> LayerStep:

@@ -119,7 +119,8 @@ def robustness(
 
     Raises:
         TypeError, ValueError: errors on the data, an empty batch, labels without an output, a model without
-            neurons or with neurons that have a mean.
+            neurons or with neurons that have a mean, margins without a gradient, or with one
+            that is not finite.
         RuntimeError: torch.inference_mode(), which has no gradients; a rotation that breaks the proof, which is a bug,
             or rounding where inputs are very large.
 
@@ -237,7 +238,7 @@ class _Search:
     def _narrow(self, example: int, angle: float) -> None:
         """Go up from an angle until the example is an error, and then down to where it is no longer."""
         most = self.limit if self.upper is None else self.upper * (1 - self.tolerance)
-        low, angle = 0.0, min(max(angle, _LEAST), most)
+        low, angle = 0.0, min(max(_LEAST, angle), most)  # of an angle that is not a number, the least
         while not self._errs(example, angle):
             if angle == most:
                 return

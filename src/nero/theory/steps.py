@@ -248,10 +248,11 @@ def _size(layer: Layer, perturbation: Perturbation) -> float:
 
 
 def _cosine(change: Tensor | None, gradient: Tensor) -> float:
-    if change is None or not length(change) * length(gradient):
+    if change is None or not (bool(change.any()) and bool(gradient.any())):
         return math.nan
-    inner = float((change.detach().double() * gradient.double()).sum())
-    return max(-1.0, min(1.0, -inner / (length(change) * length(gradient))))
+    # of their largest entries, lest a product leave the range
+    one, other = (each / each.abs().max() for each in (change.detach().double(), gradient.double()))
+    return max(-1.0, min(1.0, -float((one * other).sum()) / (length(one) * length(other))))
 
 
 def _gradients(model: nn.Module, loss: Loss, layers: list[Layer], doubt: str) -> list[Tensor]:

@@ -160,8 +160,10 @@ def _scalars(layer: Layer) -> dict[str, float]:
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:
-    spreads = (f"{spread.middle:.3g}" for spread in (layer.turned, layer.from_start, layer.grad_norm))
-    shares = (
-        "-" if math.isnan(share) else f"{share:.0%}" for share in (layer.silent, layer.near_limit, layer.off_balance)
-    )
+    spreads = (_cell(spread.middle, ".3g") for spread in (layer.turned, layer.from_start, layer.grad_norm))
+    shares = (_cell(share, ".0%") for share in (layer.silent, layer.near_limit, layer.off_balance))
     return layer.name, layer.role, *spreads, *shares, str(layer.skipped)
+
+
+def _cell(value: float, form: str) -> str:
+    return "-" if math.isnan(value) else format(value, form)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -29,6 +30,17 @@ class OtherSize(Exception):  # noqa: N818
     """An image that is not of the size of the others."""
 
 
+class _Reader(ForkServerProcess):
+    """One whom the pool can end: where another has died, it asks by SIGTERM, which none heeds, and waits."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Context(ForkServerContext):
+    Process = _Reader
+
+
 class Readers:
     """So many processes that decode images side by side; with none, whoever asks does it.
 
@@ -41,18 +53,23 @@ class Readers:
         self._pool: ProcessPoolExecutor | None = None
 
     def submit(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Future[T]:
-        """Have a piece of work done; :func:`result` waits for what comes of it."""
+        """Have a piece of work done; :func:`result` waits for what comes of it.
+
+        Raises:
+            DataError: if a reader has died.
+        """
         if not self.count:
             done: Future[T] = Future()
             done.set_result(work(*arguments, **options))
             return done
         if self._pool is None:
-            context = multiprocessing.get_context("forkserver")
+            context = _Context()
             context.set_forkserver_preload(["__main__", __name__])
             with _sigterm_ignored():
                 forkserver.ensure_running()
             self._pool = ProcessPoolExecutor(self.count, context, _settle)
-        return self._pool.submit(work, *arguments, **options)
+        with _told():
+            return self._pool.submit(work, *arguments, **options)
 
     def each(self, work: Callable[..., T], pieces: Iterable[tuple[Any, ...]]) -> Iterator[T]:
         """What comes of the work on each piece, in their order; some are always under way."""
@@ -72,12 +89,21 @@ class Readers:
 
 
 def result(future: Future[T]) -> T:
-    """What a reader gave."""
-    try:
+    """What a reader gave.
+
+    Raises:
+        DataError: if a reader has died; and what reading itself raised.
+    """
+    with _told():
         return future.result()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say it in a line if a reader has died, whoever meets it: who waits for one, or who asks for more meanwhile."""
+    try:
+        yield
     except BrokenProcessPool as error:
-        for other in multiprocessing.active_children():
-            other.kill()  # the pool asks them by SIGTERM, and waits
         raise DataError(
             "a process that reads images died, perhaps for want of memory: run the same command again, "
             "and it goes on from what was kept"

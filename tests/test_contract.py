@@ -900,35 +900,27 @@ def test_a_memory_close_to_one(backend: str, beta: float):
     torch.testing.assert_close(weight.detach(), wanted.float(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("longest", "wanted"), [(3.0, 3.0), (math.inf, 1 / math.sqrt(0.001))])
-def test_no_step_is_longer_than_the_longest(backend: str, longest: float, wanted: float):
-    """However large a gradient comes after small ones; and what is small is stepped as ever."""
-    lr, count = 0.001, 60 if backend == "triton" else 1000
+@pytest.mark.parametrize("longest", [3, math.inf])
+def test_no_step_is_longer_than_the_longest(backend: str, longest: float):
+    """However large a gradient comes after small ones; the first is as long as ever."""
+    lr, count = 0.001, 20
     torch.manual_seed(0)
-    weight, columns, gain = (
-        nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.ones(4))
-    )  # fmt: skip
+    weight, columns, gain = (nn.Parameter(each) for each in (torch.randn(4, 8), torch.randn(8, 4), torch.ones(4)))
     groups = [{"params": [weight, gain]}, {"params": [columns], "role": "neuron", "fan_in_axes": (0,)}]
     optimiser = nero.Nero(groups, lr=lr, longest_step=longest, backend=backend)
-    wanted = min(wanted, math.sqrt((1 - 0.999 ** (count + 1)) / 0.001))  # as the average has seen little else so far
     for step in range(count + 1):
         before = [each.detach().clone() for each in (weight, columns, gain)]
         for each in (weight, columns, gain):
             each.grad = torch.randn(each.shape) * (1e9 if step == count else 1.0)
         optimiser.step()
         if step == 0:
-            change = (gain.detach() - before[2]).abs()
-            torch.testing.assert_close(change, torch.full((4,), lr), rtol=1e-4, atol=0)
-    turned = [
-        torch.linalg.vector_norm(each.detach() - start, dim=axis)
-        for each, start, axis in zip((weight, columns), before, (1, 0), strict=False)
-    ]
-    for angles in turned:  # a part of it is along the neuron or its mean, and projected away
-        assert angles.max() < 1.001 * wanted * lr
-        assert angles.max() > 0.7 * wanted * lr
-    torch.testing.assert_close(
-        gain.grad.sign() * (before[2] - gain.detach()), torch.full((4,), wanted * lr), rtol=2e-3, atol=0
-    )
+            torch.testing.assert_close((gain.detach() - 1).abs(), torch.full((4,), lr), rtol=1e-4, atol=0)
+    wanted = min(longest, math.sqrt((1 - 0.999 ** (count + 1)) / 0.001)) * lr  # the average is all of the last
+    for each, start, axis in ((weight, before[0], 1), (columns, before[1], 0)):
+        turned = torch.linalg.vector_norm(each.detach() - start, dim=axis).max()
+        assert 0.7 * wanted < turned < 1.001 * wanted  # a part is along the neuron or its mean, and projected away
+    change = gain.grad.sign() * (before[2] - gain.detach())
+    torch.testing.assert_close(change, torch.full((4,), wanted), rtol=2e-3, atol=0)
 
 
 def test_a_checkpoint_of_before_there_was_a_longest_step(backend: str):

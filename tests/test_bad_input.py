@@ -355,6 +355,7 @@ def test_zero_lr_and_zero_gradients_change_no_bit():
         ({"beta": -0.1}, "beta must be"),
         ({"beta": math.nan}, "beta must be"),
         ({"beta": (0.9, 0.99)}, "beta must be"),
+        ({"scale": 10**400}, "scale must be finite and positive"),
         ({"longest_step": 0.5}, "longest_step must be at least 1, like 3, or math.inf, but it is 0.5"),
         ({"longest_step": math.nan}, "longest_step must be"),
         ({"longest_step": None}, "longest_step must be"),

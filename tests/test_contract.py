@@ -923,6 +923,30 @@ def test_no_step_is_longer_than_the_longest(backend: str, longest: float):
     torch.testing.assert_close(change, torch.full((4,), wanted), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("longest", [math.inf, 3])
+def test_what_no_average_holds_does_not_move_bounded_or_not(backend: str, longest: float):
+    """A gradient so small that its share in the average is zero."""
+    gain, weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.eye(2, 4))
+    optimiser = nero.Nero([gain, weight], longest_step=longest, backend=backend)
+    before = [each.detach().clone() for each in (gain, weight)]
+    for each in (gain, weight):
+        each.grad = torch.full_like(each, 1e-44)
+    weight.grad[:, 1] = 0
+    optimiser.step()
+    assert all(torch.equal(each, start) for each, start in zip((gain, weight), before, strict=True))
+
+
+def test_an_optimiser_that_was_pickled_before_there_was_a_longest_step():
+    optimiser = nero.Nero(nn.Linear(4, 3))
+    for group in optimiser.param_groups:
+        del group["longest_step"]
+    copied = pickle.loads(pickle.dumps(optimiser))
+    for parameter in (each for group in copied.param_groups for each in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    copied.step()
+    assert [group["longest_step"] for group in copied.param_groups] == [math.inf] * 2
+
+
 def test_a_checkpoint_of_before_there_was_a_longest_step(backend: str):
     saved = nero.Nero(nn.Linear(4, 3), backend=backend).state_dict()
     for group in saved["param_groups"]:

@@ -1,7 +1,6 @@
 """What bad input gets: an error that says which option or parameter, and what to do."""
 
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from nero.backends import CHOICES, has, triton
 from nero.balance import check_memory
+from nero.whole import real
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
@@ -101,7 +101,7 @@ def check_options(options: Mapping[str, Any], wait: bool = True) -> None:
 
 
 def _number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not good(float(value)):
+    if isinstance(value, Tensor) or not good(real(value)):  # what is no number is not a number, and good for nothing
         raise ValueError(f"{name} must be {what}, but it is {value!r}")
 
 

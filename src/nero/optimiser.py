@@ -19,6 +19,7 @@ from nero.counting import Counting
 from nero.roles import Role, param_groups
 from nero.rounding import Rounding
 from nero.state import Part, checked_state, name_of, role_in, told
+from nero.whole import real
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
@@ -270,6 +271,8 @@ class Nero(Counting):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("longest_step", math.inf)  # which came later than the rest
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
         self._forget()
@@ -533,5 +536,5 @@ def _settings(group: dict[str, Any]) -> Settings:
         group["fix_norm"],
         group["scale"],
         group["rounding"],
-        float(group["longest_step"]),
+        real(group["longest_step"]),
     )

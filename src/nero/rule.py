@@ -136,9 +136,10 @@ def running_average(grad_norm: Tensor, length: Tensor, step: Number, beta: float
     updated = torch.hypot(math.sqrt(beta) * grad_norm, math.sqrt(1 - beta) * length)
     grad_norm = torch.where(finite, updated, grad_norm)
     divisor = grad_norm / bias_correction(step, beta, grad_norm.dtype)
+    moving = finite & (length > 0) & (divisor > 0)
     if longest < math.inf:
         divisor = torch.maximum(divisor, length / longest)
-    return Average(grad_norm, divisor, finite & (length > 0) & (divisor > 0), ~finite)
+    return Average(grad_norm, divisor, moving, ~finite)
 
 
 @overload

@@ -92,7 +92,7 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
             return False
     correction = rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
     sizes = [parameter.numel() for parameter in parameters]
-    divisor = _bounded(average, grad.abs(), correction, settings)
+    divisor = average if settings.longest == math.inf else _bounded(average, grad.abs(), correction, settings)
     units = shaped(grad.div_(divisor).split_with_sizes(sizes), parameters)
     torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=-lr * correction)
     torch._foreach_copy_(averages, shaped(average.split_with_sizes(sizes), averages))

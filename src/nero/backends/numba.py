@@ -297,7 +297,7 @@ def _nudge(task, first, last, correction, rates, like):
     grads = _array(task.grad, first, last - first, like)
     averages = _array(task.average, first, last - first, like)
     reach = rates.lr * (_array(task.held, 0, 1, like)[0] if task.held else rates.scale)
-    sat_out = 0
+    least, sat_out = rates.least, 0
     for i in range(gains.size):
         b = np.float64(gains[i])
         g = grads[i] + task.pull * (b - 1) if task.pull != 0 else np.float64(grads[i])
@@ -305,9 +305,9 @@ def _nudge(task, first, last, correction, rates, like):
             sat_out += 1
             continue
         averages[i] = _root(averages[i], g, rates)
-        divisor = max(averages[i] / correction, abs(g) * rates.least)
-        if g != 0 and divisor > 0 and reach != 0:
-            nudged = b - reach * (g / divisor)
+        corrected = averages[i] / correction
+        if g != 0 and corrected > 0 and reach != 0:
+            nudged = b - reach * (g / max(corrected, abs(g) * least))
             if abs(nudged) <= rates.largest:
                 gains[i] = nudged
     return sat_out
@@ -482,9 +482,10 @@ def _turn_carefully(task, neuron, correction, rates, like):
     if not length <= rates.largest:
         return 1
     average[0] = _root(average[0], rounded(length), rates)
-    divisor = max(average[0] / correction, length * rates.least)
-    if not (length > 0 and divisor > 0 and rates.lr != 0):
+    corrected = average[0] / correction
+    if not (length > 0 and corrected > 0 and rates.lr != 0):
         return 0
+    divisor = max(corrected, length * rates.least)
 
     w = _gathered(task, task.weight, start, like)
     size = rates.scale if rates.scale != 0 else _norm(w)

@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--bounded", action="store_true", help=f"tasks by steps of {BOUND:g} times the rate at most")
     parser.add_argument("--epochs", type=int, help="fewer than a task has")
     arguments = parser.parse_args(argv)
+    if arguments.bounded and STUDIES.keys() & set(arguments.what):
+        parser.error("--bounded is of tasks: the perceptrons have a study of it, bounded")
     console = Console()
     for place, what in enumerate(arguments.what, 1):
         if what == "draw":

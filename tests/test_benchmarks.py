@@ -470,7 +470,7 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
     ran = {
         (each["task"], each["lr"]): each
         for each in read_records(ROOT / "benchmarks/results/auto")
-        if each["task"] in suite.TASKS
+        if each["task"] in suite.TASKS and each["optimiser"] == "auto"
     }
     lines = {row[0]: row[1:] for row in rows_of("tasks")}
     assert set(lines) == {task for task, _ in ran}
@@ -514,7 +514,7 @@ def test_the_page_on_auto_says_how_far_resnet_50_had_turned():
 def test_the_page_on_auto_says_how_long_the_translator_was_ahead():
     """In which epochs the run at the automatic rate was better than all at the tuned one, and how it ceased to be."""
     runs = read_records(ROOT / "benchmarks/results/auto")
-    [own] = [r for r in runs if (r["task"], r["lr"]) == ("translation", auto.TRUST)]
+    [own] = [r for r in runs if (r["task"], r["optimiser"], r["lr"]) == ("translation", "auto", auto.TRUST)]
     tuned = [
         r["curve"]["valid_loss"]
         for r in read_records(ROOT / "results")
@@ -673,6 +673,9 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
         0.2,
         {"depth": "auto", "longest_step": 3.0},
     )
+    with pytest.raises(SystemExit, match="2"):
+        auto.main(["depths", "--bounded", *places])
+    assert "--bounded is of tasks: the perceptrons have a study of it, bounded" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
     finish, kept = auto.Store.finish, tmp_path / "stopped"

@@ -92,18 +92,17 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
             return False
     correction = rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
     sizes = [parameter.numel() for parameter in parameters]
-    divisor = average if settings.longest == math.inf else _bounded(average, grad.abs(), correction, settings)
-    units = shaped(grad.div_(divisor).split_with_sizes(sizes), parameters)
+    units = shaped(grad.div_(_bounded(average, grad, correction, settings)).split_with_sizes(sizes), parameters)
     torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=-lr * correction)
     torch._foreach_copy_(averages, shaped(average.split_with_sizes(sizes), averages))
     return True
 
 
-def _bounded(average: Tensor, length: Tensor, correction: float, settings: Settings) -> Tensor:
-    """The average before its correction, or so much more that no step is longer than the longest."""
+def _bounded(average: Tensor, grad: Tensor, correction: float, settings: Settings) -> Tensor:
+    """The average of gradients or of their norms, or so much more that no step is longer than the longest."""
     if settings.longest == math.inf:
         return average
-    return torch.maximum(average, length * (correction / settings.longest))
+    return torch.maximum(average, grad.abs() * (correction / settings.longest))
 
 
 def _gathered(sheets: Sequence[_Sheet], across: int) -> Iterator[_Sheet]:

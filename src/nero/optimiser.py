@@ -293,7 +293,6 @@ class Nero(Counting):
             loaded.update(checked_state(incoming, self.param_groups, set(self.defaults)))
             groups = [
                 {
-                    "longest_step": math.inf,  # which came later than the rest
                     **saved,
                     **{key: own[key] for key in ("backend", "role", "fan_in_axes", "fan_in_groups")},
                     "depth": own["depth"]  # if it was counted already, that is kept

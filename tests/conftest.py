@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import sys
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -45,6 +47,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if INTERPRETED and _given(item).get("backend") == "triton" and item.path.stem in MANY_CASES:
             item.add_marker(pytest.mark.no_cover)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """What is not to be covered is not traced.
+
+    pytest-cov does no more than stop the coverage that it began last. In a worker it has begun two, and the first goes
+    on where the second stops.
+    """
+    if not item.get_closest_marker("no_cover"):
+        return (yield)
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)
 
 
 def pytest_collection_finish() -> None:

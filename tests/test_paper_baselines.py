@@ -151,6 +151,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> str:
     return "cpu" if INTERPRETED else "cuda"
 
 
+@pytest.mark.no_cover  # interpreted kernels take three times as long where they are traced, and those below are
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize(("name", "options"), [case for case in OTHERS if case[0] in ("lamb", "madam")], ids=str)
 def test_kernels_against_the_loops(

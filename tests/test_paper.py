@@ -1765,6 +1765,7 @@ def test_on_a_gpu_a_run_goes_on_and_shares_it(contender, tmp_path):
         assert one["curve"]["train_loss"] == pytest.approx(other["curve"]["train_loss"], rel=1e-3)
 
 
+@pytest.mark.no_cover  # the lines of a smaller run
 @pytest.mark.skipif(not (MNIST / "mnist").is_dir(), reason="no MNIST: set NERO_DATA to its folder")
 def test_real_mnist_in_an_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(

@@ -5,6 +5,7 @@ import inspect
 import math
 from collections.abc import Callable
 
+import pytest
 import torch
 from conftest import few
 from hypothesis import assume, given, settings
@@ -14,6 +15,9 @@ from torch import Tensor
 import nero
 from nero import rule
 from nero.balance import norm, project
+
+# a hundred examples go by the lines of one, which other tests cover
+pytestmark = pytest.mark.no_cover
 
 EVERY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ORDINARY_FLOAT = st.floats(min_value=-10, max_value=10, width=32)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nero
 from nero import theory
-from nero.depth import TRUST
+from nero.depth import LONGEST_STEP, TRUST
 
 
 def perceptron(layers=3, width=8):
@@ -284,16 +284,30 @@ def test_an_automatic_rate_is_a_shared_one(backend, layers):
     model = perceptron(layers, width=8).double()
     optimiser = nero.Nero(model, lr="auto", backend=backend)
     twin = copy.deepcopy(model)
-    plain = nero.Nero(twin, lr=TRUST / layers, backend=backend)
-    for _ in range(3):
+    plain = nero.Nero(twin, lr=TRUST / layers, longest_step=LONGEST_STEP, backend=backend)
+    for size in (1, 1, 100):  # a gradient that leaps up makes a step that is cut
         for network, each in ((model, optimiser), (twin, plain)):
             each.zero_grad()
-            network(X.double()).square().sum().backward()
+            (size * network(X.double()).square().sum()).backward()
             each.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     assert {group["depth"] for group in optimiser.param_groups} == {layers}
     assert {group["lr"] for group in optimiser.param_groups} == {TRUST}
+
+
+def test_an_automatic_rate_has_steps_of_three_times_itself_at_most_unless_told_otherwise():
+    model = perceptron(3)
+    assert LONGEST_STEP == 3
+    for options, longest in (
+        ({"lr": "auto"}, LONGEST_STEP),
+        ({"lr": "auto", "depth": 7}, LONGEST_STEP),
+        ({"lr": "auto", "longest_step": 5}, 5),
+        ({"lr": "auto", "longest_step": math.inf}, math.inf),
+        ({"lr": 0.1, "depth": "auto"}, math.inf),
+        ({}, math.inf),
+    ):
+        assert {group["longest_step"] for group in nero.Nero(model, **options).param_groups} == {longest}, options
 
 
 def test_a_rate_as_a_tensor_is_divided_too():
@@ -435,11 +449,12 @@ def test_a_scripted_model_is_refused_before_anything_has_changed():
     model = torch.jit.script(perceptron(3))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
-        ValueError, match=r"a scripted model .*: count it before, as in nero\.Nero\(model, lr=0\.06, depth"
+        ValueError,
+        match=r"a scripted model .*: count it before, as in nero\.Nero\(model, lr=0\.1, longest_step=3, depth",
     ):
         nero.Nero(model, lr="auto")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimiser = nero.Nero(model, lr=0.06, depth=nero.depth_of(model, X))
+    optimiser = nero.Nero(model, lr=TRUST, depth=nero.depth_of(model, X))
     with pytest.raises(ValueError, match="a scripted model"):
         optimiser.count_depth(model)
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}

@@ -110,8 +110,8 @@ class Counting(torch.optim.Optimizer):
             raise RuntimeError(
                 f"the depth of the model is not known yet{self._unknown}: run it as a whole before the first step, "
                 "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded, or "
-                "has parameters of another model; or give the depth, as in nero.Nero(model, lr=0.06, "
-                "depth=nero.depth_of(model, inputs))"
+                "has parameters of another model; or give the depth, as in nero.Nero(model, lr=0.1, "
+                "longest_step=3, depth=nero.depth_of(model, inputs))"
             )
 
     def _shared_with(self, model: nn.Module) -> set[int]:

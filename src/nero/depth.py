@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from nero.keeping import Bystander, copied, keeping
 from nero.roles import roles_of
 
-#: By how much a step may change the whole network, if ``lr="auto"``. See docs/auto.md.
-TRUST = 0.06
+#: By how much a step may change the whole network, if ``lr="auto"``, and how many times as long a single one may be.
+#: See docs/auto.md.
+TRUST = 0.1
+LONGEST_STEP = 3.0
 #: What to do where no depth can be had.
 _INSTEAD = "give a learning rate as a number, or depth=... as you count it"
 #: Operations that add what two branches say.

@@ -63,11 +63,11 @@ class Nero(Counting):
             of torch, parameters, named parameters or groups, whose shapes then do.
         lr: η, the angle in radians through which a neuron turns in a step; a number, or a tensor
             of one element (then ``torch.compile`` does not recompile when it changes), which all groups then have in
-            common, as torch has it. ``"auto"`` is short for ``lr=0.06, depth="auto"``: an angle that is smaller the
-            deeper the module is.
+            common, as torch has it. ``"auto"`` is short for ``lr=0.1, depth="auto", longest_step=3``: an angle that
+            is smaller the deeper the module is.
         beta: β, how much of the running average is kept in a step.
         longest_step: how many times ``lr`` a step may be, 3 say. By default, as in the paper, as many times as the
-            gradient is larger than its running average, which with β = 0.999 may be 32.
+            gradient is larger than its running average, which with β = 0.999 may be 32; with ``lr="auto"``, 3.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
         scale: what a step's size is relative to. By default a neuron's norm, and for gains and
@@ -112,7 +112,7 @@ class Nero(Counting):
         lr: float | Tensor | Literal["auto"] = 0.01,
         beta: float = 0.999,
         *,
-        longest_step: float = math.inf,
+        longest_step: float | None = None,
         fix_mean: bool = True,
         fix_norm: FixNorm = True,
         scale: float | None = None,
@@ -126,20 +126,20 @@ class Nero(Counting):
         by_itself = isinstance(lr, str) and lr == "auto"
         depth = ("auto" if by_itself else 1.0) if depth is None else depth
         if by_itself:
-            from nero.depth import TRUST  # which most training does not need
+            from nero.depth import LONGEST_STEP, TRUST  # which most training does not need
 
-            lr = TRUST
+            lr, longest_step = TRUST, LONGEST_STEP if longest_step is None else longest_step
         if depth == "auto":
             if not isinstance(params, nn.Module):
                 raise ValueError(
                     "lr='auto' and depth='auto' need the model itself, whose layers are counted when it runs: "
-                    "nero.Nero(model, lr='auto'), or count_depth(model) of nero.Nero(groups, lr=0.06)"
+                    "nero.Nero(model, lr='auto'), or count_depth(model) of nero.Nero(groups, lr=0.1, longest_step=3)"
                 )
             check_counts(params)
         defaults: dict[str, Any] = {
             "lr": lr,
             "beta": beta,
-            "longest_step": longest_step,
+            "longest_step": math.inf if longest_step is None else longest_step,
             "fix_mean": fix_mean,
             "fix_norm": fix_norm,
             "scale": scale,

@@ -1379,6 +1379,10 @@ def test_nero_list(command):
     assert all(name in told for name in TASKS)
 
 
+def test_nero_version(command):
+    assert command("--version") == (0, f"nero {nero.__version__}, torch {torch.__version__}\n")
+
+
 def test_nero_run_and_report(command, tmp_path):
     code, told = command("run", "mnist-reparameterised", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
     assert code == 0

@@ -21,6 +21,7 @@ except ModuleNotFoundError as error:
 
 import torch
 
+import nero
 import nero_command
 from nero.paper import peers
 from nero.paper.data import DataError, Dataset, Photos, load
@@ -45,7 +46,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="The experiments of 'Learning by Turning', one command each.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -63,6 +63,21 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto: a GPU i
 Out = Annotated[Path, typer.Option(help="folder for records, checkpoints and TensorBoard's files")]
 Epochs = Annotated[int | None, typer.Option(help="stop after so many epochs of the paper's schedule")]
 PrecisionOption = Annotated[str, typer.Option("--precision", help="of matrix products: float32, or a GPU's tf32")]
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        console.print(f"nero {nero.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_tell_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The experiments of 'Learning by Turning', one command each."""
 
 
 @app.command("list")

@@ -938,13 +938,14 @@ def test_what_no_average_holds_does_not_move_bounded_or_not(backend: str, longes
 
 def test_an_optimiser_that_was_pickled_before_there_was_a_longest_step():
     optimiser = nero.Nero(nn.Linear(4, 3))
-    for group in optimiser.param_groups:
-        del group["longest_step"]
+    for options in (optimiser.defaults, *optimiser.param_groups):
+        del options["longest_step"]
     copied = pickle.loads(pickle.dumps(optimiser))
+    copied.add_param_group({"params": nn.Linear(3, 2).weight})
     for parameter in (each for group in copied.param_groups for each in group["params"]):
         parameter.grad = torch.ones_like(parameter)
     copied.step()
-    assert [group["longest_step"] for group in copied.param_groups] == [math.inf] * 2
+    assert [group["longest_step"] for group in copied.param_groups] == [math.inf] * 3
 
 
 def test_a_checkpoint_of_before_there_was_a_longest_step(backend: str):

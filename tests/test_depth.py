@@ -450,11 +450,11 @@ def test_a_scripted_model_is_refused_before_anything_has_changed():
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
         ValueError,
-        match=r"a scripted model .*: count it before, as in nero\.Nero\(model, lr=0\.1, longest_step=3, depth",
+        match=r"a scripted model .*: count it before, as in nero\.Nero\(model, .* depth=nero\.depth_of\(nero\.b",
     ):
         nero.Nero(model, lr="auto")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    optimiser = nero.Nero(model, lr=TRUST, depth=nero.depth_of(model, X))
+    optimiser = nero.Nero(model, lr=TRUST, depth=nero.depth_of(nero.balance_(model), X))
     with pytest.raises(ValueError, match="a scripted model"):
         optimiser.count_depth(model)
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}
@@ -474,6 +474,24 @@ def test_groups_made_by_hand_can_be_told_of_the_model():
     optimiser.count_depth(model)
     assert turned(model, optimiser) == pytest.approx(0.02, rel=0.1)
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}
+
+
+def test_a_depth_counted_by_hand_as_errors_advise_is_the_one_that_auto_counts():
+    """Of a network that adds branches, it hangs on the weights: they are to be balanced before."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 3).eval()
+    twin, inputs = copy.deepcopy(encoder), torch.randn(4, 5, 16)
+    unbalanced = nero.depth_of(encoder, inputs)
+    optimiser = nero.Nero(encoder, lr="auto")
+    with pytest.raises(RuntimeError, match="not known yet") as told:
+        optimiser.step()
+    encoder(inputs)
+    model = twin
+    advised = eval(re.search(r"nero\.Nero\(.*?inputs\)\)", str(told.value)).group(), {**globals(), **locals()})
+    for one, other in zip(optimiser.param_groups, advised.param_groups, strict=True):
+        assert {key: one[key] for key in ("lr", "longest_step")} == {key: other[key] for key in ("lr", "longest_step")}
+        assert one["depth"] == pytest.approx(other["depth"])
+        assert one["depth"] > 1.2 * unbalanced
 
 
 def test_the_optimiser_can_be_let_go():

@@ -49,7 +49,7 @@ def check_counts(model: nn.Module) -> None:
     if isinstance(model, ScriptModule):
         raise ValueError(
             "a scripted model does not say when it runs, so its depth cannot be counted then: count it before, as in "
-            "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(model, inputs))"
+            "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
         )
 
 
@@ -73,7 +73,8 @@ def check_lr(lr: object, wait: bool = True) -> None:
     if isinstance(lr, str) and lr == "auto":
         raise ValueError(
             "lr='auto' is no rate of one group, but for all of them, as in nero.Nero(model, lr='auto'): give the group "
-            "lr=0.1, longest_step=3, and have its depth counted by optimiser.count_depth(model), or give it"
+            "lr=0.1, longest_step=3 and a depth, as nero.depth_of counts it; or let optimiser.count_depth(model) count "
+            "one, by which the rates of all groups are divided"
         )
     if wait or not isinstance(lr, Tensor) or lr.device.type == "cpu":
         value = lr.item() if isinstance(lr, Tensor) else lr

@@ -111,7 +111,8 @@ class Counting(torch.optim.Optimizer):
                 f"the depth of the model is not known yet{self._unknown}: run it as a whole before the first step, "
                 "not compiled; call optimiser.count_depth(model) first, if the optimiser was copied or loaded, or "
                 "has parameters of another model; or give the depth, as in nero.Nero(model, lr=0.1, "
-                "longest_step=3, depth=nero.depth_of(model, inputs))"
+                "longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs)), counted before the model is "
+                "compiled or sharded, or by hand"
             )
 
     def _shared_with(self, model: nn.Module) -> set[int]:

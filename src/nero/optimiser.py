@@ -66,8 +66,9 @@ class Nero(Counting):
             common, as torch has it. ``"auto"`` is short for ``lr=0.1, depth="auto", longest_step=3``: an angle that
             is smaller the deeper the module is.
         beta: β, how much of the running average is kept in a step.
-        longest_step: how many times ``lr`` a step may be, 3 say. By default, as in the paper, as many times as the
-            gradient is larger than its running average, which with β = 0.999 may be 32; with ``lr="auto"``, 3.
+        longest_step: how many times the angle, ``lr`` over ``depth``, a step may be, 3 say. By default 3 with
+            ``lr="auto"``, and else, as in the paper, ``math.inf``: as many times as the gradient is larger than its
+            running average, which with β = 0.999 may be 32.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it came with.
         scale: what a step's size is relative to. By default a neuron's norm, and for gains and
@@ -271,8 +272,8 @@ class Nero(Counting):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("longest_step", math.inf)  # which came later than the rest
+        for options in (self.defaults, *self.param_groups):
+            options.setdefault("longest_step", math.inf)  # which came later than the rest
         self._roles = {}  # after a copy, of other parameters; after a load, from other options
         self._waiting = None
         self._forget()

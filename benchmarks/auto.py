@@ -11,7 +11,7 @@ makes docs/figures/auto.png of them and says how far "auto" is from the best.
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ from rich.table import Table
 from torch import nn
 
 from nero.depth import LONGEST_STEP, TRUST
-from nero.paper.data import Photos, load
+from nero.paper.data import DataError, Photos, load
 from nero.paper.models.mlp import mlp
 from nero.paper.progress import Display
-from nero.paper.protocol import Contender, Settings, Task
-from nero.paper.record import Store, read_records
+from nero.paper.protocol import Contender, SettingError, Settings, Task
+from nero.paper.record import Store, StoreError, read_records
 from nero.paper.sweep import train
 from nero.paper.tasks import TASKS
 
@@ -51,21 +51,51 @@ def main(argv: list[str] | None = None) -> int:
     """Run a part of the study, or draw it, from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     here = "cuda" if torch.cuda.is_available() else "cpu"
+    whole, some = at_least(int, 0), at_least(int, 1)
     parser.add_argument(
-        "what", nargs="+", choices=(*STUDIES, "draw", *TASKS), metavar=f"{', '.join(STUDIES)}, draw or TASK"
+        "what",
+        nargs="+",
+        choices=(*STUDIES, "draw", *TASKS),
+        metavar=f"{', '.join(STUDIES)}, draw or TASK",
+        help=f"a task is one of {', '.join(TASKS)}",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
     parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/auto", help="where the records go")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/auto.png", help="where it is drawn")
     parser.add_argument("--precision", choices=("float32", "tf32"), default="float32", help="of matrix products")
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="of the perceptrons")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="those of each (0)")
-    parser.add_argument("--trust", type=float, nargs="+", help='of "auto", and nothing else; without: all, or its own')
+    parser.add_argument("--layers", type=some, nargs="+", default=LAYERS, help="of the perceptrons")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=[0], help="those of each (0)")
+    parser.add_argument(
+        "--trust", type=at_least(float, 1e-6), nargs="+", help="run these alone, and no rates; without: all, or its own"
+    )
     parser.add_argument("--unbounded", action="store_true", help='"auto" without a bound on its steps')
-    parser.add_argument("--epochs", type=int, help="fewer than a task has")
+    parser.add_argument("--epochs", type=some, help="how many, at most the task's")
     arguments = parser.parse_args(argv)
     console = Console()
+    try:
+        study(arguments, console)
+    except (DataError, SettingError, StoreError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit("stopped: the same command goes on from what was kept") from None
+    return 0
+
+
+def at_least(kind: type[float], least: float) -> Callable[[str], float]:
+    """What makes a number of an argument, or says that it is too small."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {least:g} up")
+        return value
+
+    return number
+
+
+def study(arguments: argparse.Namespace, console: Console) -> None:
+    """Do one thing after the other that was asked for."""
     for place, what in enumerate(arguments.what, 1):
         if what == "draw":
             draw(arguments.out, arguments.figure, console)
@@ -80,7 +110,6 @@ def main(argv: list[str] | None = None) -> int:
                 for cell in cells
             ]
             go(task, runs, arguments, console, more=count < len(tasks) or place < len(arguments.what))
-    return 0
 
 
 def perceptron(layers: int) -> Task:
@@ -151,12 +180,9 @@ def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console:
     if isinstance(data, Photos):
         data = data.measured(task.batch)
         runs = [replace(each, data=data.name if data.name != task.dataset else None) for each in runs]
-    try:
-        with Display(console, arguments.out, device) as watch:
-            at_a_time = len(runs) if device.type == "cuda" else 1
-            train(task, runs, data, Store(arguments.out), watch, at_a_time, more=more)
-    except KeyboardInterrupt:
-        raise SystemExit("stopped: the same command goes on from what was kept") from None
+    with Display(console, arguments.out, device) as watch:
+        at_a_time = len(runs) if device.type == "cuda" else 1
+        train(task, runs, data, Store(arguments.out), watch, at_a_time, more=more)
 
 
 def draw(records: Path, figure: Path, console: Console) -> None:
@@ -164,9 +190,11 @@ def draw(records: Path, figure: Path, console: Console) -> None:
     import matplotlib.pyplot as plt
 
     plt.switch_backend("agg")
-    kept = read_records(records)
+    kept = read_records(records) if records.is_dir() else []
     found = {count: accuracies(kept, count) for count in LAYERS}
     found = {count: each for count, each in found.items() if each["nero"] and TRUST in each["auto"]}
+    if not found:
+        raise SystemExit(f"nothing to draw: {records} has no perceptrons by a rate and by auto; run `auto.py depths`")
     table = Table(title=f'Perceptrons after {EPOCHS} epochs: "auto" (trust {TRUST:g}) beside the best of the grid')
     for column in ("layers", "best rate", "train accuracy, %", "auto's rate", "train accuracy, %", "difference"):
         table.add_column(column, justify="right")
@@ -190,7 +218,7 @@ def draw(records: Path, figure: Path, console: Console) -> None:
         xscale="log",
         yscale="log",
         xlabel="learning rate",
-        title='Train error, mean of three seeds; a star is "auto"',
+        title='Train error, mean of the seeds; a star is "auto"',
     )
     left.yaxis.set_major_formatter("{x:g} %")
     for right, title in zip(
@@ -221,7 +249,8 @@ def accuracies(
     for each in sorted(records, key=lambda record: record["lr"]):
         if (each["task"], each["epochs"]) == (f"perceptron-{layers}{schedule}", EPOCHS) and each["seed"] in SEEDS:
             end = each["curve"][f"{part}_accuracy"][-1]
-            ends[each["optimiser"]].setdefault(each["lr"], []).append(math.nan if end is None else 100 * end)
+            if (rates := ends.get(each["optimiser"])) is not None:
+                rates.setdefault(each["lr"], []).append(math.nan if end is None else 100 * end)
     return {name: {rate: statistics.fmean(each) for rate, each in rates.items()} for name, rates in ends.items()}
 
 

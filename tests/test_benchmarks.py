@@ -680,6 +680,16 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     assert all(each["options"] == {"depth": "auto"} for each in runs)
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
+    with pytest.raises(SystemExit, match=r"nothing to draw: .*; run `auto\.py depths`"):
+        auto.main(["draw", *places, "--out", str(tmp_path / "nowhere")])
+    for bad, message in (
+        (["--trust", "0"], "0 is not a number from 1e-06 up"),
+        (["--layers", "0"], "0 is not a number from 1 up"),
+        (["--epochs", "900"], "epochs"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            auto.main(["mnist-deep", *bad, *places])
+        assert message in capsys.readouterr().err
     finish, kept = auto.Store.finish, tmp_path / "stopped"
     monkeypatch.setattr(auto.Store, "finish", lambda *run: (finish(*run), signal.raise_signal(signal.SIGTERM))[0])
     monkeypatch.setattr(auto, "RATES", ())

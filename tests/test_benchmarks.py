@@ -601,12 +601,8 @@ def test_the_page_on_auto_has_the_perceptrons_that_differ(table: str, depths: tu
         cell = by_depth[how] if how else ("nero", float(rate))
         told.append((int(layers), *cell))
         assert not how or rate == f"{cell[1] / int(layers):.2g}"
-        curves = [records.get((f"perceptron-{layers}{how}", *cell)) for how in ("", f"-{table}")]
-        assert found == [
-            f"{100 * curve[f'{part}_accuracy'][-1]:.2f}" if curve else "not run"
-            for curve in curves
-            for part in ("train", "test")
-        ]
+        curves = [records[f"perceptron-{layers}{how}", *cell] for how in ("", f"-{table}")]
+        assert found == [f"{100 * curve[f'{part}_accuracy'][-1]:.2f}" for curve in curves for part in ("train", "test")]
     assert sorted(told) == sorted(runs)
 
 

@@ -4,7 +4,7 @@
 amounts of trust; `auto.py falling` does the same with a rate that falls to zero, `auto.py normed` with batch norm in
 every hidden layer, `auto.py swift` with a running average that follows the gradients. `auto.py TASK ...` trains by
 "auto" what the paper's suite trains at the tuned rate. With `--unbounded` a step may be as long as the paper's, and
-not three times the rate at most. Records, as the suite writes them, go to benchmarks/results/auto. `auto.py draw`
+not three times the angle at most. Records, as the suite writes them, go to benchmarks/results/auto. `auto.py draw`
 makes docs/figures/auto.png of them and says how far "auto" is from the best.
 """
 

@@ -597,10 +597,10 @@ def test_the_page_on_auto_has_the_perceptrons_that_differ(table: str, depths: tu
     runs = [(layers, *cell) for layers in depths for cell in cells]
     told = []
     for layers, angle, *found in rows_of(table):
-        rate, _, how = angle.partition(" ")
-        cell = by_depth[how] if how else ("nero", float(rate))
+        rate, _, share = angle.partition(" ")
+        cell = by_depth[share] if share else ("nero", float(rate))
         told.append((int(layers), *cell))
-        assert not how or rate == f"{cell[1] / int(layers):.2g}"
+        assert not share or rate == f"{cell[1] / int(layers):.2g}"
         curves = [records[f"perceptron-{layers}{how}", *cell] for how in ("", f"-{table}")]
         assert found == [f"{100 * curve[f'{part}_accuracy'][-1]:.2f}" for curve in curves for part in ("train", "test")]
     assert sorted(told) == sorted(runs)

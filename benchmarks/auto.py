@@ -3,9 +3,9 @@
 `auto.py depths` trains perceptrons on MNIST for 5 epochs, at rates from 0.0003 to 0.03 and with "auto" at several
 amounts of trust; `auto.py falling` does the same with a rate that falls to zero, `auto.py normed` with batch norm in
 every hidden layer, `auto.py swift` with a running average that follows the gradients. `auto.py TASK ...` trains by
-"auto" what the paper's suite trains at the tuned rate. With `--unbounded` a step may be as long as the paper's, and
-not three times the angle at most. Records, as the suite writes them, go to benchmarks/results/auto. `auto.py draw`
-makes docs/figures/auto.png of them and says how far "auto" is from the best.
+"auto" what the paper's suite trains at the tuned rate. With `--form unbounded` a step may be as long as the paper's,
+and not three times the angle at most; FORMS has the others. Records, as the suite writes them, go to
+benchmarks/results/auto. `auto.py draw` makes docs/figures/auto.png of them and says how far "auto" is from the best.
 """
 
 import argparse
@@ -36,6 +36,17 @@ LAYERS = (5, 10, 20, 50, 100)
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
 #: What "auto" is tried with besides what it is.
 TRUSTS = tuple(sorted({0.04, 0.06, 0.08, 0.16, TRUST}))
+#: "auto", and the same with other bounds: with none, with one that only the longest steps meet, and with none for words
+#: that are read, or for all words, those that are said too.
+FORMS: dict[str, dict[str, Any]] = {
+    "auto": {"longest_step": LONGEST_STEP},
+    "unbounded": {},
+    "loose": {"longest_step": 10.0},
+    "read": {"longest_step": LONGEST_STEP, "unbounded": "read"},
+    "words": {"longest_step": LONGEST_STEP, "unbounded": "words"},
+}
+#: Who has words.
+WORDED = ("wikitext2", "translation")
 #: What of it is named in the figure; without a bound, less was tried as well.
 TICKS = (0.01, 0.02, *TRUSTS)
 EPOCHS = 5
@@ -69,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trust", type=at_least(float, 1e-6), nargs="+", help="run these alone, and no rates; without: all, or its own"
     )
-    parser.add_argument("--unbounded", action="store_true", help='"auto" without a bound on its steps')
+    parser.add_argument("--form", choices=FORMS, default="auto", help='"auto", or the same with another bound on steps')
     parser.add_argument("--epochs", type=some, help="how many, at most the task's")
     arguments = parser.parse_args(argv)
     console = Console()
@@ -100,10 +111,14 @@ def study(arguments: argparse.Namespace, console: Console) -> None:
         if what == "draw":
             draw(arguments.out, arguments.figure, console)
             continue
+        if "unbounded" in FORMS[arguments.form] and what not in WORDED:
+            raise SettingError(
+                f"{what} has no words to leave without a bound: --form {arguments.form} is for {' and '.join(WORDED)}"
+            )
         make = STUDIES.get(what)
         tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what])]
         for count, task in enumerate(tasks, 1):
-            cells = cells_of(task, "unbounded" if arguments.unbounded else "auto", arguments.trust)
+            cells = cells_of(task, arguments.form, arguments.trust)
             runs = [
                 task.settings(*cell, seed, arguments.epochs, arguments.precision)
                 for seed in arguments.seeds
@@ -163,7 +178,7 @@ STUDIES = {"depths": perceptron, "falling": falling, "normed": normed, "swift": 
 
 
 def automatic(task: Task) -> Task:
-    """A task of the paper's whose contenders are Nero at an automatic rate, with a bound and without."""
+    """A task of the paper's whose contenders are Nero at an automatic rate, in all of its forms."""
     return replace(task, contenders=_automatic(task.contenders[_nero(task)]))
 
 
@@ -255,10 +270,11 @@ def accuracies(
 
 
 def _automatic(contender: Contender) -> dict[str, Contender]:
-    """The same at a rate by depth, as it is by "auto" and without a bound."""
-    unbounded = replace(contender, best=TRUST, options={**contender.options, "depth": "auto"})
-    bounded = replace(unbounded, options={**unbounded.options, "longest_step": LONGEST_STEP})
-    return {"auto": bounded, "unbounded": unbounded}
+    """The same at a rate by depth, as it is by "auto" and with other bounds."""
+    return {
+        name: replace(contender, best=TRUST, options={**contender.options, "depth": "auto", **form})
+        for name, form in FORMS.items()
+    }
 
 
 def _nero(task: Task) -> str:

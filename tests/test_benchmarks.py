@@ -430,6 +430,15 @@ def test_the_page_on_auto_says_how_many_runs_break_down():
     swift = [curve for (task, who, *_), curve in curves.items() if "-swift" in task and who == "unbounded"]
     assert not any(map(breaks, swift))
     assert f"With β = 0.9 none does, either, in {len(swift)} " in page
+    loose = sum(broken("loose", share) for share in (0.1, 0.16))
+    assert f"of 24 runs at trusts of 0.1 and 0.16, {loose} break down" in page
+    assert f"of the 24 at trusts of 0.1 and 0.16 it lets {loose} break down, where three lets none" in page
+    ends = {
+        who: [100 * curves["perceptron-10", *who, seed][-1] for seed in auto.SEEDS]
+        for who in (("loose", 0.1), ("nero", 0.003))
+    }
+    lost = statistics.fmean(ends["nero", 0.003]) - statistics.fmean(ends["loose", 0.1])
+    assert f"10 layers at 0.1 then lose {lost:.1f} points to the best rate" in page
 
 
 def test_the_page_on_auto_has_the_seeds_that_the_constant_was_not_chosen_on():
@@ -465,6 +474,7 @@ def test_the_page_on_auto_has_what_a_swift_average_and_a_bound_give_by_trust():
     """The lowest and the highest of the seeds."""
     curves = train_curves()
     remedies = {"-": ("", "unbounded"), "β = 0.9": ("-swift", "unbounded"), "`longest_step=3`": ("", "auto")}
+    remedies["`longest_step=10`"] = ("", "loose")
     for layers, remedy, *found in rows_of("spans"):
         how, who = remedies[remedy]
         for share, told in zip((0.04, 0.06, 0.08, 0.1, 0.11, 0.16), found, strict=True):
@@ -505,6 +515,50 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
         assert angles == ", ".join(f"{auto.TRUST / depth:.2g}" for depth in depths[task])
         cells = (("auto", auto.TRUST), ("unbounded", 0.06), ("unbounded", 0.08))
         assert found == [", ".join(end(each) for each in ran.get((task, *cell), [])) or "not run" for cell in cells]
+
+
+def test_the_page_on_auto_has_what_the_bound_does_to_words():
+    """The perplexities of the language model by what is bounded, and how the translator does with its words free."""
+    ours, suites = (
+        sorted(read_records(ROOT / place), key=lambda each: each["seed"])
+        for place in ("benchmarks/results/auto", "results")
+    )
+    forms = {
+        'all, at three times the angle (`"auto"`)': ("auto", auto.TRUST),
+        "the same at a trust of 0.06": ("auto", 0.06),
+        "all, at ten times the angle": ("loose", auto.TRUST),
+        "all but the words that are read": ("read", auto.TRUST),
+        "all but words, read or said": ("words", auto.TRUST),
+        "none": ("unbounded", auto.TRUST),
+        "none, at the tuned angle": ("nero", 0.01),
+    }
+    rows = rows_of("words")
+    assert [row[0] for row in rows] == list(forms)
+    ends: dict[str, float] = {}
+    for name, *found in rows:
+        runs = [
+            each
+            for each in (suites if forms[name][0] == "nero" else ours)
+            if (each["task"], each["epochs"], each["optimiser"], each["lr"]) == ("wikitext2", 20, *forms[name])
+        ]
+        for part, told in zip(("train", "valid", "test"), found, strict=True):
+            assert told == ", ".join(f"{math.exp(each['curve'][f'{part}_loss'][-1]):.2f}" for each in runs), name
+        ends[name] = statistics.fmean(math.exp(each["curve"]["valid_loss"][-1]) for each in runs)
+    page, readme = ((ROOT / place).read_text() for place in ("docs/auto.md", "README.md"))
+    tuned, free, loose = (ends[name] for name in ("none, at the tuned angle", "none", "all, at ten times the angle"))
+    by_auto = ends['all, at three times the angle (`"auto"`)']
+    assert f"loses {100 * (by_auto / tuned - 1):.1f} %**: {by_auto:.2f} to {tuned:.2f}" in page
+    assert f"it ends {100 * (1 - free / tuned):.1f} % ahead of the mean at the tuned rate" in page
+    assert f"{loose:.2f}, {100 * (1 - loose / tuned):.1f} % ahead of the tuned rate" in page
+    assert f"a bound of ten wins {100 * (1 - loose / tuned):.1f} %" in readme
+    assert f"costs the language model {100 * (by_auto / tuned - 1):.1f} % of perplexity" in readme
+    runs = {each["optimiser"]: each for each in ours if (each["task"], each["lr"]) == ("translation", auto.TRUST)}
+    told = [
+        f"{math.exp(runs[who]['curve']['valid_loss'][-1]):.2f} and {runs[who]['test_bleu']} BLEU"
+        for who in ("read", "auto")
+    ]
+    assert told[0] in page
+    assert f"where it has {told[1].removesuffix(' BLEU')} with all bounded" in page
 
 
 def test_the_page_on_auto_says_how_far_resnet_50_had_turned():
@@ -570,7 +624,7 @@ def test_the_page_on_auto_has_the_best_angles_by_time():
         assert len(found) == auto.EPOCHS
         curves: dict[float, dict[int, list[list[float]]]] = {}
         for each in records:
-            own = (each["task"], each["optimiser"] != "auto") == (f"perceptron-{layers}", True)
+            own = each["task"] == f"perceptron-{layers}" and each["optimiser"] in ("nero", "unbounded")
             if own and each["seed"] in auto.SEEDS:
                 angle = each["lr"] / (1 if each["optimiser"] == "nero" else int(layers))
                 seeds = curves.setdefault(round(angle, 8), {})
@@ -688,11 +742,14 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     ]
     assert len(ends) == 2
     assert auto.accuracies(read_records(tmp_path), 2, "test")["nero"][0.001] == pytest.approx(50 * sum(ends))
-    unbounded = ["--layers", "2", "--unbounded", "--trust", "0.2", "--epochs", "1"]
+    unbounded = ["--layers", "2", "--form", "unbounded", "--trust", "0.2", "--epochs", "1"]
     assert auto.main(["mnist-deep", "depths", *unbounded, *places]) == 0
     runs = [each for each in read_records(tmp_path) if each["optimiser"] == "unbounded"]
     assert {(each["task"], each["lr"]) for each in runs} == {("mnist-deep", 0.2), ("perceptron-2", 0.2)}
     assert all(each["options"] == {"depth": "auto"} for each in runs)
+    assert auto.main(["depths", "--form", "loose", *unbounded[:2], "--trust", "0.2", "--epochs", "1", *places]) == 0
+    [run] = [each for each in read_records(tmp_path) if each["optimiser"] == "loose"]
+    assert run["options"] == {"depth": "auto", "longest_step": 10.0}
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
     with pytest.raises(SystemExit, match=r"nothing to draw: .*; run `auto\.py depths`"):
@@ -701,6 +758,7 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
         (["--trust", "0"], "0 is not a number from 1e-06 up"),
         (["--layers", "0"], "0 is not a number from 1 up"),
         (["--epochs", "900"], "epochs"),
+        (["--form", "words"], "mnist-deep has no words to leave without a bound: --form words is for wikitext2"),
     ):
         with pytest.raises(SystemExit, match="2"):
             auto.main(["mnist-deep", *bad, *places])

@@ -587,6 +587,32 @@ def test_with_both_constraints_a_fixed_scale_is_algorithm_1():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(("who", "free"), [("read", {"0.weight"}), ("words", {"0.weight", "2.weight"})])
+def test_words_can_be_free_of_the_bound(who: str, free: set[str]):
+    """Those that are read, or all; neither biases nor a layer of another size. Who is free ends elsewhere."""
+
+    def trained(**options) -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7)).double()
+        optimiser = make("nero", model, 0.01, longest_step=2.0, **options)
+        if options:
+            bounds = {name: group["longest_step"] for group in optimiser.param_groups for name in group["param_names"]}
+            assert set(bounds) == set(dict(model.named_parameters()))
+            assert {name for name, bound in bounds.items() if bound == math.inf} == free
+            assert set(bounds.values()) == {2.0, math.inf}
+        for length in (*[1e-3] * 20, 1.0):  # so that the last is far above the average
+            for parameter in model.parameters():
+                parameter.grad = length * torch.randn_like(parameter)
+            optimiser.step()
+        return model
+
+    found, wanted = trained(unbounded=who), trained()
+    differ = {
+        name for name, parameter in found.named_parameters() if not torch.equal(parameter, wanted.get_parameter(name))
+    }
+    assert differ == free
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"called 'rmsprop': use one of nero, sgd, adam, lamb, madam"):
         make("rmsprop", nn.Linear(3, 2), 0.1)
@@ -605,6 +631,8 @@ def test_unknown_options(name: str):
         ("nero", {"balanced": True}, "nero has no option balanced"),
         ("sgd", {"beta1": 0.9}, "sgd has no option beta1"),
         ("nero", {"fix_norm": "initial"}, "fix_norm must be True or False, but it is 'initial'"),
+        ("nero", {"unbounded": "said"}, "unbounded must be 'read', 'words' or None, but it is 'said'"),
+        ("nero", {"unbounded": "read"}, "no words in this model: it has no nn.Embedding"),
         ("adam", {"balanced": 1}, "balanced must be True or False, but it is 1"),
         ("adam", {"beta1": 1.0}, "beta"),
         ("lamb", {"beta1": 1.0}, r"betas\[0\] must be in \[0, 1\), like 0.999, but it is 1.0"),

@@ -18,7 +18,17 @@ BETA = 0.999  # of every running average of squares
 
 #: The optimisers' names, each with its options.
 OPTIONS = {
-    "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta", "longest_step"),
+    "nero": (
+        "fix_mean",
+        "fix_norm",
+        "fixed_scale",
+        "scale",
+        "gain_penalty",
+        "depth",
+        "beta",
+        "longest_step",
+        "unbounded",
+    ),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "eps", "balanced"),
@@ -36,8 +46,10 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
             authors' form: a neuron's step is relative to the mean norm of its tensor when the
             optimiser is made; ``scale``, what the steps of gains and biases are relative to (σ_b), ``gain_penalty``,
-            which pulls gains to one, ``depth``, which the rate is divided by, ``beta`` (0.999, as the paper's) and
-            ``longest_step`` (none).
+            which pulls gains to one, ``depth``, which the rate is divided by, ``beta`` (0.999, as the paper's),
+            ``longest_step`` (none) and ``unbounded``, to whom it does not apply: to the words that are ``"read"``
+            (tables of nn.Embedding), or to all ``"words"``, those that are said too (the neurons of an nn.Linear that
+            has as many).
             For SGD ``momentum`` and ``weight_decay`` (of all parameters), and ``clip``: the gradient of all weights
             together is shortened to this norm, if it is longer. For Adam and LAMB ``beta1`` (0 by default) and ``eps``
             (1e-8 and 1e-6). For all but Nero ``balanced``: hold the neurons to both constraints from the first step on.
@@ -113,8 +125,13 @@ def _nero(
     depth: float | Literal["auto"] = 1.0,
     beta: float = BETA,
     longest_step: float = math.inf,
+    unbounded: Literal["read", "words"] | None = None,
 ) -> nero.Nero:
     groups = _at_fixed_scale(model, fix_mean, fix_norm) if fixed_scale else nero.param_groups(model)
+    if unbounded is not None:
+        if unbounded not in ("read", "words"):
+            raise ValueError(f"unbounded must be 'read', 'words' or None, but it is {unbounded!r}")
+        groups = _with_free_words(groups, model, said=unbounded == "words")
     for group in groups:
         if scale is not None and group["role"] != "neuron":
             group["scale"] = scale
@@ -133,6 +150,23 @@ def _nero(
         for group in optimiser.param_groups:
             group["depth"] = depth
     return optimiser
+
+
+def _with_free_words(groups: list[dict[str, Any]], model: nn.Module, *, said: bool) -> list[dict[str, Any]]:
+    """The groups, with words in some of their own, whose steps have no bound: those that are read, or that are said."""
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    sizes = {each.num_embeddings for each in tables}
+    last = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features in sizes]
+    words = {id(each.weight) for each in (*tables, *(last if said else ()))}
+    if not words:
+        raise ValueError("there are no words in this model: it has no nn.Embedding")
+    parted = []
+    for group in groups:
+        rest = [each for each in group["params"] if id(each[1]) not in words]
+        free = [each for each in group["params"] if id(each[1]) in words]
+        parted += [{**group, "params": rest}] * bool(rest)
+        parted += [{**group, "params": free, "longest_step": math.inf}] * bool(free)
+    return parted
 
 
 @torch.no_grad()

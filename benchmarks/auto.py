@@ -106,25 +106,36 @@ def at_least(kind: type[float], least: float) -> Callable[[str], float]:
 
 
 def study(arguments: argparse.Namespace, console: Console) -> None:
-    """Do one thing after the other that was asked for."""
-    for place, what in enumerate(arguments.what, 1):
-        if what == "draw":
+    """Do one thing after the other that was asked for, if all of it can be done."""
+    plans = [planned(what, arguments) for what in arguments.what]
+    for place, plan in enumerate(plans, 1):
+        if not plan:
             draw(arguments.out, arguments.figure, console)
-            continue
-        if "unbounded" in FORMS[arguments.form] and what not in WORDED:
-            raise SettingError(
-                f"{what} has no words to leave without a bound: --form {arguments.form} is for {' and '.join(WORDED)}"
-            )
-        make = STUDIES.get(what)
-        tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what])]
-        for count, task in enumerate(tasks, 1):
-            cells = cells_of(task, arguments.form, arguments.trust)
-            runs = [
+        for count, (task, runs) in enumerate(plan, 1):
+            go(task, runs, arguments, console, more=count < len(plan) or place < len(plans))
+
+
+def planned(what: str, arguments: argparse.Namespace) -> list[tuple[Task, list[Settings]]]:
+    """The tasks of what was asked for, each with its runs; nothing is run where there is only to draw."""
+    if what == "draw":
+        return []
+    if "unbounded" in FORMS[arguments.form] and what not in WORDED:
+        raise SettingError(
+            f"{what} has no words to leave without a bound: --form {arguments.form} is for {' and '.join(WORDED)}"
+        )
+    make = STUDIES.get(what)
+    tasks = [make(count) for count in arguments.layers] if make else [automatic(TASKS[what])]
+    return [
+        (
+            task,
+            [
                 task.settings(*cell, seed, arguments.epochs, arguments.precision)
                 for seed in arguments.seeds
-                for cell in cells
-            ]
-            go(task, runs, arguments, console, more=count < len(tasks) or place < len(arguments.what))
+                for cell in cells_of(task, arguments.form, arguments.trust)
+            ],
+        )
+        for task in tasks
+    ]
 
 
 def perceptron(layers: int) -> Task:

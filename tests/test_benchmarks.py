@@ -752,6 +752,15 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
     assert run["options"] == {"depth": "auto", "longest_step": 10.0}
     with pytest.raises(SystemExit, match="not trained by Nero"):
         auto.main(["mnist-reparameterised", *places])
+    for late in (
+        ["depths", "mnist-reparameterised"],
+        ["mnist-deep", "depths", "--epochs", "2"],
+        ["wikitext2", "mnist-deep", "--form", "words"],
+    ):
+        with pytest.raises(SystemExit):
+            auto.main([*late, *places, "--layers", "2", "--out", str(tmp_path / "refused")])
+    assert not (tmp_path / "refused").exists(), "what cannot be done is said before anything is trained"
+    capsys.readouterr()
     with pytest.raises(SystemExit, match=r"nothing to draw: .*; run `auto\.py depths`"):
         auto.main(["draw", *places, "--out", str(tmp_path / "nowhere")])
     for bad, message in (

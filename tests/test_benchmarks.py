@@ -517,6 +517,21 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
         assert found == [", ".join(end(each) for each in ran.get((task, *cell), [])) or "not run" for cell in cells]
 
 
+def test_the_records_of_automatic_rates_are_of_the_forms_they_are_named_after():
+    """What each of them was run with is what the study would run by that name today."""
+    found: set[str] = set()
+    for each in read_records(ROOT / "benchmarks/results/auto"):
+        name, _, rest = each["task"].partition("-")
+        layers, _, how = rest.partition("-")
+        if name == "perceptron":
+            task = auto.STUDIES[how or "depths"](int(layers))
+        else:
+            task = auto.automatic(auto.TASKS[each["task"]])
+        assert each["options"] == task.contenders[each["optimiser"]].options, (each["task"], each["optimiser"])
+        found.add(each["optimiser"])
+    assert found == {"nero", *auto.FORMS}
+
+
 def test_the_page_on_auto_has_what_the_bound_does_to_words():
     """The perplexities of the language model by what is bounded, and how the translator does with its words free."""
     ours, suites = (
@@ -767,7 +782,10 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
         (["--trust", "0"], "0 is not a number from 1e-06 up"),
         (["--layers", "0"], "0 is not a number from 1 up"),
         (["--epochs", "900"], "epochs"),
-        (["--form", "words"], "mnist-deep has no words to leave without a bound: --form words is for wikitext2"),
+        (
+            ["--form", "words"],
+            "mnist-deep has no words to leave without a bound: --form words is for wikitext2 and translation",
+        ),
     ):
         with pytest.raises(SystemExit, match="2"):
             auto.main(["mnist-deep", *bad, *places])

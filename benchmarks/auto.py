@@ -80,7 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--trust", type=at_least(float, 1e-6), nargs="+", help="run these alone, and no rates; without: all, or its own"
     )
-    parser.add_argument("--form", choices=FORMS, default="auto", help='"auto", or the same with another bound on steps')
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        default="auto",
+        help=f"""which steps are bounded: all, at {LONGEST_STEP:g} times the angle (auto) or at
+        {FORMS["loose"]["longest_step"]:g} (loose); none (unbounded); all but those of words that are read (read), or of
+        words (words), both for {" and ".join(WORDED)} alone""",
+    )
     parser.add_argument("--epochs", type=some, help="how many, at most the task's")
     arguments = parser.parse_args(argv)
     console = Console()

@@ -613,6 +613,22 @@ def test_words_can_be_free_of_the_bound(who: str, free: set[str]):
     assert differ == free
 
 
+@pytest.mark.parametrize("who", ["read", "words"])
+def test_words_that_are_read_and_said_by_one_table_are_free_once(who: str):
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 7))
+    model[2].weight = model[0].weight
+    optimiser = make("nero", model, 0.01, longest_step=2.0, unbounded=who)
+    bounds = {name: group["longest_step"] for group in optimiser.param_groups for name in group["param_names"]}
+    assert bounds == {"0.weight": math.inf, "1.weight": 2.0, "1.bias": 2.0, "2.bias": 2.0}
+
+
+@pytest.mark.parametrize("who", ["read", "words"])
+def test_words_that_are_made_of_others_are_not_left_bounded_in_silence(who: str):
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Embedding(7, 4)), nn.Linear(4, 7))
+    with pytest.raises(ValueError, match=r"where they are parameters, and not made by a parametrization"):
+        make("nero", model, 0.01, longest_step=2.0, unbounded=who)
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"called 'rmsprop': use one of nero, sgd, adam, lamb, madam"):
         make("rmsprop", nn.Linear(3, 2), 0.1)

@@ -160,6 +160,8 @@ def _with_free_words(groups: list[dict[str, Any]], model: nn.Module, *, said: bo
     words = {id(each.weight) for each in (*tables, *(last if said else ()))}
     if not words:
         raise ValueError("there are no words in this model: it has no nn.Embedding")
+    if words - {id(parameter) for group in groups for _, parameter in group["params"]}:
+        raise ValueError("words can be unbounded where they are parameters, and not made by a parametrization")
     parted = []
     for group in groups:
         rest = [each for each in group["params"] if id(each[1]) not in words]

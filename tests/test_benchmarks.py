@@ -515,6 +515,18 @@ def test_the_page_on_auto_has_the_tasks_of_the_records():
         assert angles == ", ".join(f"{auto.TRUST / depth:.2g}" for depth in depths[task])
         cells = (("auto", auto.TRUST), ("unbounded", 0.06), ("unbounded", 0.08))
         assert found == [", ".join(end(each) for each in ran.get((task, *cell), [])) or "not run" for cell in cells]
+    page = (ROOT / "docs/auto.md").read_text()
+    again, first = (
+        [cell.partition(",")[0] for cell in lines[f"cifar10-{name}"][-3:]] for name in ("ablation", "vgg11")
+    )
+    apart = [f"{abs(float(one) - float(other)):.1f}" for one, other in zip(again, first, strict=True)]
+    assert f"ends at {again[0]} where that has {first[0]}" in page
+    assert f"Without a bound the two are {apart[1]} and {apart[2]} points apart" in page
+    ablation = (ROOT / "docs/paper/cifar10-ablation.md").read_text()
+    errors = [f"{100 - float(accuracy):.2f}" for accuracy in (again[0], first[0])]
+    tuned = statistics.fmean(100 - float(each) for each in lines["cifar10-vgg11"][2].split(", "))
+    assert f"ends at {errors[0]} %, {float(errors[0]) - tuned:.1f} points above the mean" in ablation
+    assert f"[ended at {errors[1]}]" in ablation
 
 
 def test_the_records_of_automatic_rates_are_of_the_forms_they_are_named_after():

@@ -575,6 +575,7 @@ def test_the_page_on_auto_has_what_the_bound_does_to_words():
     tuned, free, loose = (ends[name] for name in ("none, at the tuned angle", "none", "all, at ten times the angle"))
     by_auto = ends['all, at three times the angle (`"auto"`)']
     assert f"loses {100 * (by_auto / tuned - 1):.1f} %**: {by_auto:.2f} to {tuned:.2f}" in page
+    assert f"it still loses {100 * (ends['the same at a trust of 0.06'] / tuned - 1):.1f} %;" in page
     assert f"it ends {100 * (1 - free / tuned):.1f} % ahead of the mean at the tuned rate" in page
     assert f"{loose:.2f}, {100 * (1 - loose / tuned):.1f} % ahead of the tuned rate" in page
     assert f"a bound of ten wins {100 * (1 - loose / tuned):.1f} %" in readme

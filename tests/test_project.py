@@ -136,6 +136,18 @@ def test_the_readme_quotes_the_share_of_a_training_step():
     assert f"bf16 autocast) {shares['GPT-2 small']:.1f} %" in README
 
 
+def test_the_readme_quotes_steps_of_many_matrices():
+    record = json.loads((ROOT / "benchmarks/results/cuda.json").read_text())
+    of_sgd = {
+        row["tensors"]: f"{row['of_fused_sgd']:.2f}"
+        for row in record["growth"]
+        if (row["by"], row["optimiser"]) == ("tensors", "Nero")
+    }
+    words = " ".join(README.split())
+    assert f"in 300 matrices it takes {of_sgd[300]} times as long" in words
+    assert f"in 3,000 and 10,000 of them {of_sgd[3000]} and {of_sgd[10000]} times" in words
+
+
 def test_the_readme_quotes_the_demos_record():
     runs = json.loads((ROOT / "docs/figures/demo.json").read_text())["runs"]
     best = max((run for run in runs if run["optimiser"] == "Nero"), key=lambda run: run["training"])

@@ -45,8 +45,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "read": {"longest_step": LONGEST_STEP, "unbounded": "read"},
     "words": {"longest_step": LONGEST_STEP, "unbounded": "words"},
 }
-#: Who has words.
-WORDED = ("wikitext2", "translation")
+#: Forms that are of words, and who has any.
+OF_WORDS, WORDED = ("read", "words"), ("wikitext2", "translation")
 #: What of it is named in the figure; without a bound, less was tried as well.
 TICKS = (0.01, 0.02, *TRUSTS)
 EPOCHS = 5
@@ -126,7 +126,7 @@ def planned(what: str, arguments: argparse.Namespace) -> list[tuple[Task, list[S
     """The tasks of what was asked for, each with its runs; nothing is run where there is only to draw."""
     if what == "draw":
         return []
-    if "unbounded" in FORMS[arguments.form] and what not in WORDED:
+    if arguments.form in OF_WORDS and what not in WORDED:
         raise SettingError(
             f"{what} has no words to leave without a bound: --form {arguments.form} is for {' and '.join(WORDED)}"
         )

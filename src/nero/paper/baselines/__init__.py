@@ -153,7 +153,7 @@ def _nero(
 
 
 def _with_free_words(groups: list[dict[str, Any]], model: nn.Module, *, said: bool) -> list[dict[str, Any]]:
-    """The groups, with words in some of their own, whose steps have no bound: those that are read, or that are said."""
+    """The groups, with words in some of their own, whose steps have no bound: those that are read, or all."""
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
     sizes = {each.num_embeddings for each in tables}
     last = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features in sizes]
@@ -162,13 +162,12 @@ def _with_free_words(groups: list[dict[str, Any]], model: nn.Module, *, said: bo
         raise ValueError("there are no words in this model: it has no nn.Embedding")
     if words - {id(parameter) for group in groups for _, parameter in group["params"]}:
         raise ValueError("words can be unbounded where they are parameters, and not made by a parametrization")
-    parted = []
-    for group in groups:
-        rest = [each for each in group["params"] if id(each[1]) not in words]
-        free = [each for each in group["params"] if id(each[1]) in words]
-        parted += [{**group, "params": rest}] * bool(rest)
-        parted += [{**group, "params": free, "longest_step": math.inf}] * bool(free)
-    return parted
+    return [
+        {**group, "params": members, **bound}
+        for group in groups
+        for free, bound in ((False, {}), (True, {"longest_step": math.inf}))
+        if (members := [each for each in group["params"] if (id(each[1]) in words) == free])
+    ]
 
 
 @torch.no_grad()

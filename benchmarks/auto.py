@@ -22,14 +22,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from nero.depth import LONGEST_STEP, TRUST
-from nero.paper.data import DataError, Photos, load
-from nero.paper.models.mlp import mlp
-from nero.paper.progress import Display
-from nero.paper.protocol import Contender, SettingError, Settings, Task
-from nero.paper.record import Store, StoreError, read_records
-from nero.paper.sweep import train
-from nero.paper.tasks import TASKS
+from nero.auto.depth import LONGEST_STEP, TRUST
+from nero_lab.data import DataError, Photos, load
+from nero_lab.models.mlp import mlp
+from nero_lab.progress import Display
+from nero_lab.protocol import Contender, SettingError, Settings, Task
+from nero_lab.store import Store, StoreError, read_records
+from nero_lab.sweep import train
+from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (5, 10, 20, 50, 100)

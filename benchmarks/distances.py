@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from timing import machine
 from torch import Tensor
 
-from nero.paper.data import Pictures, load
-from nero.paper.judges import LOOK, judges
-from nero.paper.record import commit
+from nero_lab.data import Pictures, load
+from nero_lab.image_metrics import LOOK, judges
+from nero_lab.store import commit
 
 ROOT = Path(__file__).parents[1]
 

@@ -28,13 +28,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import nero
-from nero.paper.data import Corpus, Dataset, Images, Pairs, Pictures, load
-from nero.paper.data.corpus import Rows
-from nero.paper.data.pairs import Sentences
-from nero.paper.loops.supervised import Supervised
-from nero.paper.protocol import Precision, Task
-from nero.paper.record import commit, write_whole
-from nero.paper.tasks import TASKS
+from nero_lab.data import Corpus, Dataset, Images, Pairs, Pictures, load
+from nero_lab.data.corpus import Rows
+from nero_lab.data.pairs import Sentences
+from nero_lab.loops.supervised import Supervised
+from nero_lab.protocol import Precision, Task
+from nero_lab.store import commit, write_whole
+from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 #: One task for each network; those on the same one take the same time.

@@ -26,13 +26,13 @@ from timing import machine
 from torch import Tensor, nn
 
 import nero
-from nero.paper.data import load
-from nero.paper.models.dropout import Dropout
-from nero.paper.models.mlp import mlp
-from nero.paper.protocol import Task
-from nero.paper.record import commit, write_whole
-from nero.paper.tasks import TASKS
 from nero.theory import relative_change
+from nero_lab.data import load
+from nero_lab.models.dropout import Dropout
+from nero_lab.models.mlp import mlp
+from nero_lab.protocol import Task
+from nero_lab.store import commit, write_whole
+from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 ANGLES = tuple(round(10 ** (exponent / 2), 7) for exponent in range(-8, -1))
@@ -165,7 +165,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for column in ("network", "layers", "depth", '"auto"', "half of the gradients are others at"):
         found.add_column(column, justify="left" if column == "network" else "right")
     for row in rows:
-        auto = f"{nero.depth.TRUST / row['depth']:.2g}"
+        auto = f"{nero.auto.depth.TRUST / row['depth']:.2g}"
         found.add_row(row["network"], str(row["layers"]), f"{row['depth']:.1f}", auto, at(row))
     return found
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nero
-from nero.paper.baselines import Lamb
+from nero_lab.baselines import Lamb
 
 RATES = (0.0001, 0.001, 0.01, 0.1)
 DEFAULT_RATE = 0.01  # Nero's own; the grid has it, so its run is among the others

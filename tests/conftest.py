@@ -15,9 +15,10 @@ INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from nero.backends import cpu, foreach, has  # noqa: E402
+from nero.backends import foreach, foreach_cpu  # noqa: E402
+from nero.backends.available import is_installed  # noqa: E402
 
-LIBRARIES = [name for name in ("numba", "triton") if has(name)]
+LIBRARIES = [name for name in ("numba", "triton") if is_installed(name)]
 
 # examples are derived from the test alone: a run today is the run of tomorrow
 hypothesis.settings.register_profile(
@@ -94,11 +95,11 @@ def few(backend: str, many: int, enough: int = 20) -> int:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every backend; foreach also with small tensors in pieces, as large ones on a CPU, and in stacks, as on a GPU."""
     if request.param == "foreach, in pieces":
-        monkeypatch.setattr(cpu, "SMALL", 0)
-        monkeypatch.setattr(cpu, "PIECE", 20)
+        monkeypatch.setattr(foreach_cpu, "MAX_SMALL_ELEMENTS", 0)
+        monkeypatch.setattr(foreach_cpu, "PIECE_ELEMENTS", 20)
         return "foreach"
     if request.param == "foreach, in stacks":
-        monkeypatch.setattr(cpu, "turn", foreach._turn_stacks)
-        monkeypatch.setattr(foreach, "STACK", 100)
+        monkeypatch.setattr(foreach_cpu, "turn", foreach._turn_stacks)
+        monkeypatch.setattr(foreach, "MAX_STACK_ELEMENTS", 100)
         return "foreach"
     return str(request.param)

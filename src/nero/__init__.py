@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
 from nero.describe import Description, describe
 from nero.optimiser import Nero
-from nero.roles import Role, param_groups, roles_of
+from nero.groups import param_groups
+from nero.roles import Role, roles_of
 
 if TYPE_CHECKING:
-    from nero.depth import depth_of
+    from nero.auto.depth import depth_of
     from nero.watching import Watch, watch
 
 __version__ = "0.1.0"
@@ -48,7 +49,7 @@ if not TYPE_CHECKING:
         """What training does not need is imported when it is first asked for."""
         if name == "theory":
             return import_module("nero.theory")
-        home = {"Watch": "nero.watching", "watch": "nero.watching", "depth_of": "nero.depth"}.get(name)
+        home = {"Watch": "nero.watching", "watch": "nero.watching", "depth_of": "nero.auto.depth"}.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(home), name)

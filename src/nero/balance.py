@@ -1,106 +1,65 @@
-"""The constraint set: neurons of zero mean and unit norm (Definitions 1 and 2 of the paper).
+"""Balanced neurons: zero mean and unit norm (Definitions 1 and 2 of the paper).
 
-Tensors are balanced by :func:`project`; models by :func:`balance_`, :func:`is_balanced` and, for
-any optimiser, :func:`balance_after_step`. :func:`centred_weight_norm` is the rival, which writes
-the same constraints into the network instead.
+:func:`balance_` projects a model, :func:`is_balanced` checks it, and :func:`balance_after_step` holds a
+model to the constraints under any optimiser. :func:`centred_weight_norm` is the paper's alternative, a
+reparameterisation.
 """
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from nero import rows
+from nero import backends
+from nero.options import FixNorm
+from nero.parameters import check_memory, check_real
 from nero.roles import Role, roles_of
 from nero.rounding import rounded
-from nero.whole import real
-
-Radius: TypeAlias = float | Tensor
-FixNorm: TypeAlias = bool | Literal["initial"]
-
-#: What a step, or a radius, is relative to where a parameter comes with nothing: the paper's
-#: default for biases that start at zero.
-SCALE_AT_ORIGIN = 0.01
-
-
-class Projected(NamedTuple):
-    """A projection, and for which neurons there was one."""
-
-    tensor: Tensor
-    possible: Tensor
-
-
-def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The norm of each neuron, axes kept; right from the smallest number to the largest.
-
-    The square root of a sum of squares leaves float32's range long before the norm does, so the
-    entries are divided by the largest of them first.
-    """
-    if not axes:
-        return tensor.abs()
-    peak = tensor.detach().abs().amax(axes, keepdim=True)
-    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
-    return unit * (tensor / unit).square().sum(axes, keepdim=True).sqrt()
-
-
-def project(
-    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Radius = 1.0
-) -> Projected:
-    """Every neuron with its mean taken off and its norm set to the radius.
-
-    A neuron for which that cannot be done (at the origin, constant, or not finite) comes back as
-    it was. A neuron of two entries is held to the norm alone: with both constraints, only two
-    points would be left.
-    """
-    peak = tensor.detach().abs().amax(axes, keepdim=True)
-    possible = (peak > 0) & peak.isfinite()
-    if fix_mean and math.prod([tensor.shape[axis] for axis in axes]) == 2:
-        fix_mean = False
-    if not (fix_mean or fix_norm):
-        return Projected(tensor, possible)
-    unit = tensor / torch.where(possible, peak, 1.0)
-    square = unit.square().sum(axes, keepdim=True)
-    if fix_mean:
-        unit = unit - unit.mean(axes, keepdim=True)
-        left = unit.square().sum(axes, keepdim=True)
-        # what rounding leaves of a constant neuron is no direction
-        possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)
-        square = left
-    if fix_norm:
-        unit = unit / torch.where(possible, square, 1.0).sqrt() * radius
-    else:
-        possible = possible & (peak < torch.finfo(tensor.dtype).max / 2)
-        unit = unit * peak
-    return Projected(torch.where(possible, unit, tensor), possible)
+from nero.rule import SCALE_AT_ORIGIN, Number, distance, norm, project, rounding_error, statistics_dtype
+from nero.scalars import as_float
 
 
 @torch.no_grad()
 def balance_tensor_(
-    tensor: Tensor, role: Role, *, fix_mean: bool = True, fix_norm: bool = True, radius: Radius = 1.0
+    tensor: Tensor, role: Role, *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
 ) -> Tensor:
-    """Balance, in place, every neuron of one parameter."""
-    if role.kind == "neuron" and tensor.numel():
-        view = role.view(tensor)
-        if not rows.project_(view, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
-            balanced = project(_wide(view), role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
-            view.copy_(rounded(balanced, view.dtype, "nearest"))
+    """Balance, in place, every neuron of one parameter.
+
+    A neuron that is balanced to the rounding of its dtype keeps its bits, so that a loaded model resumes exactly.
+    """
+    if role.kind != "neuron" or not tensor.numel() or not (fix_mean or fix_norm):
+        return tensor
+    view, axes = role.view(tensor), role.axes
+    if not backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
+        wide = _wide(view)
+        off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
+        size = radius if fix_norm else norm(wide, axes)
+        projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
+        balanced = torch.where(off <= rounding_error(tensor.dtype) * size, wide, projected)
+        view.copy_(rounded(balanced, view.dtype, "nearest"))
     return tensor
 
 
 def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) -> nn.Module:
-    """Project every trainable neuron of the model to zero mean and unit norm, in place.
+    """Project every trainable neuron of a model to zero mean and unit norm, in place.
 
-    Gains, biases and frozen parameters stay as they are; so do neurons at the origin and constant
-    ones, for which there is no projection. A model that is built on the meta device is balanced when
-    it has its values: after ``to_empty`` and its initialisation, or after loading.
+    Gains, biases and frozen parameters stay as they are. So do zero and constant neurons, which have no projection,
+    and neurons that are balanced already. A model on the meta device is balanced once it has values: after
+    ``to_empty`` and its initialisation, or after loading.
+
+    Args:
+        model: any module.
+        fix_mean: project to zero mean.
+        fix_norm: project to unit norm.
+
+    Returns:
+        The model.
 
     Raises:
-        TypeError: something that is not a module, a complex parameter that is trained.
-        ValueError: a constraint that is neither on nor off, a model on the meta device.
+        TypeError: if ``model`` is not a module, or a trainable parameter is complex.
+        ValueError: if a constraint is not a bool, or the model is on the meta device.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -110,7 +69,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
         True
     """
     _check_constraints(fix_mean, fix_norm)
-    for _, parameter, role in list(_neurons(model)):  # all are looked at before any is changed
+    for _, parameter, role in list(_neurons(model)):  # validate all before changing any
         balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=fix_norm)
     return model
 
@@ -119,7 +78,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
 def is_balanced(
     model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True, tolerance: float | None = None
 ) -> bool:
-    r"""Whether all trained neurons are balanced.
+    r"""Check that all trainable neurons of a model are balanced.
 
     Definition 1: "A neuron is balanced if its weight vector :math:`w \in \mathbb{R}^d` satisfies the following
     constraints:"
@@ -127,39 +86,37 @@ def is_balanced(
     .. math::
         \sum_{i=1}^d w_i = 0, \qquad \sum_{i=1}^d w_i^2 = 1 .
 
-    Definition 2: "A network is balanced if all its constituent neurons are balanced." One at the origin is not, nor is
-    a constant one, and :func:`balance_` leaves them so. A neuron of two entries is held to the norm alone, and an
-    embedding's padding of zeros is no neuron.
+    Definition 2: "A network is balanced if all its constituent neurons are balanced." Zero and constant neurons are
+    not balanced, and :func:`balance_` leaves them so. A neuron of two elements needs unit norm only, and an
+    embedding's padding row of zeros is not a neuron.
 
     Args:
         model: any module with neurons.
-        fix_mean: ask that every neuron's mean be zero.
-        fix_norm: ask that every neuron's norm be one.
-        tolerance: how far a neuron may be from the nearest that is balanced, as a distance; by default what
-            rounding to the parameter's dtype explains.
+        fix_mean: check for zero mean.
+        fix_norm: check for unit norm.
+        tolerance: the largest distance of a neuron to the nearest balanced one; by default the rounding error of the
+            parameter's dtype, relative to the neuron's norm if that is free.
 
     Raises:
-        TypeError: something that is not a module, a complex parameter that is trained.
-        ValueError: a constraint that is neither on nor off, a tolerance that is no number or negative, a model without
-            neurons to train, or on the meta device.
+        TypeError: if ``model`` is not a module, or a trainable parameter is complex.
+        ValueError: if a constraint is not a bool, the tolerance is not a number of at least 0, or the model has no
+            trainable neurons or is on the meta device.
     """
     _check_constraints(fix_mean, fix_norm)
     given = None if tolerance is None else checked_tolerance(tolerance)
     neurons = list(_neurons(model))
     if not neurons:
-        raise ValueError(f"{type(model).__name__} has no neurons to train; nero.describe(model) says what it has")
+        raise ValueError(f"{type(model).__name__} has no trainable neurons; nero.describe(model) lists what it has")
     paddings = paddings_of(model)
     for _, parameter, role in neurons:
         wide = _wide(role.view(parameter))
-        rounding = torch.finfo(parameter.dtype).eps + 16 * torch.finfo(wide.dtype).eps
-        allowed = rounding if given is None else given
-        nearest, possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm)
-        # at the origin or constant, all that are balanced are as near
-        alike = torch.hypot(norm(wide, role.axes), wide.new_tensor(float(fix_norm)))
-        distance = torch.where(possible, norm(nearest - wide, role.axes), alike)
+        off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm)
         if parameter in paddings:
-            distance[paddings[parameter]] = 0
-        if not bool((distance <= allowed).all()):
+            off[paddings[parameter]] = 0
+        allowed: Number = rounding_error(parameter.dtype) if given is None else given
+        if given is None and not fix_norm:
+            allowed = allowed * norm(wide, role.axes)
+        if not bool((off <= allowed).all()):
             return False
     return True
 
@@ -175,18 +132,18 @@ def balance_after_step(
     """Hold a model's neurons to the constraints under any other optimiser.
 
     Args:
-        optimiser: LAMB, Madam, Adam, SGD, ...: whatever has ``register_step_post_hook``.
-        model: whose neurons to balance after each step; those without a gradient stay untouched.
+        optimiser: any optimiser with ``register_step_post_hook``: Adam, SGD, Muon, ...
+        model: its neurons are balanced after each step; those without a gradient stay untouched.
         fix_mean: hold every neuron to zero mean.
-        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it has now.
+        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call.
         at_once: project now as well. The paper's baselines did not.
 
     Returns:
-        a handle whose ``remove()`` ends it.
+        A handle whose ``remove()`` ends it.
 
     Raises:
-        TypeError: no optimiser, something that is not a module, a complex parameter that is trained.
-        ValueError: a constraint that is none, or a model on the meta device, whose parameters will be replaced.
+        TypeError: if ``optimiser`` is not an optimiser, ``model`` is not a module, or a trainable parameter is complex.
+        ValueError: if a constraint is unknown, or the model is on the meta device.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -198,38 +155,35 @@ def balance_after_step(
         True
     """
     if fix_norm not in (True, False, "initial"):
-        raise ValueError(f"fix_norm must be True, False or 'initial', but it is {fix_norm!r}")
+        raise ValueError(f"fix_norm must be True, False or 'initial', got {fix_norm!r}")
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
-        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, not {optimiser!r}")
+        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, got {optimiser!r}")
     neurons = [
         (parameter, role, initial_radius(parameter, role) if fix_norm == "initial" else 1.0)
         for _, parameter, role in _neurons(model, frozen=True)
     ]
 
-    def project_all(trained: Callable[[Tensor], bool]) -> None:
+    def balance_all(is_trained: Callable[[Tensor], bool]) -> None:
         for parameter, role, radius in neurons:
-            if trained(parameter):
+            if is_trained(parameter):
                 balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius)
 
     if at_once:
-        project_all(lambda parameter: parameter.requires_grad)
+        balance_all(lambda parameter: parameter.requires_grad)
     return optimiser.register_step_post_hook(
-        lambda *_: project_all(lambda parameter: parameter.requires_grad and parameter.grad is not None)
+        lambda *_: balance_all(lambda parameter: parameter.requires_grad and parameter.grad is not None)
     )
 
 
 @torch.no_grad()
 def initial_radius(parameter: Tensor, role: Role) -> Tensor:
-    """The norm each neuron comes with; 0.01 for one that comes with none.
-
-    Finite entries may have a norm that is not: half of the largest number, then, from where a step can go on.
-    """
+    """Return the norm of each neuron, 0.01 for a zero one, and at most half of the largest float."""
     size = norm(_wide(role.view(parameter)), role.axes)
     return torch.where(size > 0, size.clamp_max(torch.finfo(size.dtype).max / 2), SCALE_AT_ORIGIN)
 
 
 class CentredWeightNorm(nn.Module):
-    """Eq. (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||``, neuron by neuron."""
+    """Eq. (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||`` for each neuron."""
 
     def __init__(self, role: Role) -> None:
         super().__init__()
@@ -243,13 +197,16 @@ class CentredWeightNorm(nn.Module):
 
 
 def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
-    """Write the constraints into the network: the rival of projected descent (Eq. (cwn)).
+    """Reparameterise a layer by Eq. (cwn), the paper's alternative to projection.
 
     The layer then uses the balanced form of a raw weight, which an ordinary optimiser trains.
 
     Args:
-        module: the layer, which is changed in place.
-        name: which of its parameters to reparameterise.
+        module: the layer, changed in place.
+        name: the parameter to reparameterise.
+
+    Raises:
+        ValueError: if the layer has no such parameter, or it holds no neurons.
 
     Example:
         >>> layer = centred_weight_norm(nn.Linear(8, 4))
@@ -268,42 +225,17 @@ def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
     return module
 
 
-def _check_constraints(fix_mean: object, fix_norm: object) -> None:
-    """Raise unless each is on or off: with ``"initial"``, which others take, neurons would lose their norms here."""
-    if fix_mean not in (True, False) or fix_norm not in (True, False):
-        raise ValueError(
-            f"fix_mean and fix_norm must be True or False here, but they are {fix_mean!r} and {fix_norm!r}; "
-            "fix_norm=False leaves norms as they are"
-        )
-
-
 def checked_tolerance(tolerance: float) -> float:
-    """A tolerance as Python's own number; raise unless it is one, and not negative."""
-    if not real(tolerance) >= 0:
-        raise ValueError(f"tolerance must be a number of 0 or more, like 1e-6, or None, but it is {tolerance!r}")
-    return real(tolerance)
-
-
-def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
-    roles = roles_of(model)
-    parameters = dict(model.named_parameters())
-    for name, role in roles.items():
-        if parameters[name].is_complex():
-            if parameters[name].requires_grad:
-                raise TypeError(
-                    f"{name!r} is complex: hold it as a real parameter of twice the size (torch.view_as_real)"
-                )
-            continue
-        if role.kind == "neuron" and parameters[name].numel() and (frozen or parameters[name].requires_grad):
-            if parameters[name].requires_grad:
-                check_memory(repr(name), parameters[name])
-            yield name, parameters[name], role
+    """Convert a tolerance to a Python float; raise unless it is a number of at least 0."""
+    if not as_float(tolerance) >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, like 1e-6, or None, got {tolerance!r}")
+    return as_float(tolerance)
 
 
 def paddings_of(model: nn.Module) -> dict[Tensor, int]:
-    """Which row of an embedding's table is a padding of zeros, and so no neuron."""
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding | nn.EmbeddingBag)]
-    # of its own: asking a parametrised one for its weight may change buffers
+    """Map each embedding weight whose padding row is zero to the index of that row."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    # read _parameters: the attribute of a parametrized table may update buffers
     found = ((table._parameters.get("weight"), table.padding_idx) for table in tables)
     return {
         weight: padding
@@ -315,17 +247,27 @@ def paddings_of(model: nn.Module) -> dict[Tensor, int]:
     }
 
 
-def check_memory(name: str, parameter: Tensor) -> None:
-    """Raise if a parameter has a shape and no values."""
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: give it memory (module.to_empty) and values first")
+def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
+    roles = roles_of(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            check_real(repr(name), parameter)
+        if roles[name].kind != "neuron" or not parameter.numel() or parameter.is_complex():
+            continue
+        if parameter.requires_grad:
+            check_memory(repr(name), parameter)
+        if frozen or parameter.requires_grad:
+            yield name, parameter, roles[name]
+
+
+def _check_constraints(fix_mean: object, fix_norm: object) -> None:
+    if fix_mean not in (True, False) or fix_norm not in (True, False):
+        raise ValueError(
+            f"fix_mean and fix_norm must be True or False here, got {fix_mean!r} and {fix_norm!r}; "
+            "fix_norm=False leaves norms as they are"
+        )
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """At least in float32: sums in half precision are no sums."""
+    """Cast to at least float32: sums in half precision lose too much."""
     return tensor.to(statistics_dtype(tensor.dtype))
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a parameter's statistics are kept and its step is computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nero.balance import norm, project, statistics_dtype
+from nero.rule import norm, project, statistics_dtype
 from nero.roles import Override, Role, roles_of
 
 

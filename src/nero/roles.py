@@ -80,6 +80,12 @@ class Role:
         groups = self.fan_in_groups
         return tensor if groups == 1 else tensor.view(groups, tensor.shape[0] // groups, *tensor.shape[1:])
 
+    def __str__(self) -> str:
+        if self.kind != "neuron":
+            return "gains" if self.kind == "gain" else "biases"
+        groups = f" in {self.fan_in_groups} groups" if self.fan_in_groups > 1 else ""
+        return f"neurons along axes {self.fan_in_axes}{groups}"
+
     @property
     def axes(self) -> tuple[int, ...]:
         """The fan-in axes of :meth:`view`."""
@@ -155,8 +161,8 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
             for other, rival in claimed[1:]:
                 if rival != role:
                     raise ValueError(
-                        f"parameters {claimed[0][0]!r} ({_in_words(role)}, from {role.why}) and {other!r} "
-                        f"({_in_words(rival)}, from {rival.why}) are one tensor with two roles: "
+                        f"parameters {claimed[0][0]!r} ({role}, from {role.why}) and {other!r} "
+                        f"({rival}, from {rival.why}) are one tensor with two roles: "
                         f"say which with roles_of(model, overrides={{{name!r}: ...}})"
                     )
             if len(claimed) > 1:
@@ -166,39 +172,6 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         known = ", ".join(list(roles)[:4])
         raise ValueError(f"overrides {sorted(unused)} match no parameter; the names are like {known}")
     return roles
-
-
-def param_groups(
-    model: nn.Module, overrides: Mapping[str, Override] | None = None, **options: object
-) -> list[dict[str, Any]]:
-    """Named parameter groups for :class:`nero.Nero`, one for each role in the model.
-
-    Args:
-        model: as for :func:`roles_of`.
-        overrides: as for :func:`roles_of`.
-        options: options to give to all of these groups, such as ``lr``.
-
-    Example:
-        >>> groups = param_groups(nn.Linear(8, 4), lr=0.02)
-        >>> [(group["role"], group["fan_in_axes"], group["lr"]) for group in groups]
-        [('neuron', (1,), 0.02), ('bias', (), 0.02)]
-    """
-    groups: dict[Role, dict[str, Any]] = {}
-    roles = roles_of(model, overrides)
-    parameters = dict(model.named_parameters())
-    for name, role in roles.items():
-        group = groups.setdefault(
-            role,
-            {
-                "params": [],
-                "role": role.kind,
-                "fan_in_axes": role.fan_in_axes,
-                "fan_in_groups": role.fan_in_groups,
-                **options,
-            },
-        )
-        group["params"].append((name, parameters[name]))
-    return list(groups.values())
 
 
 def _overridden(name: str, shape: tuple[int, ...], override: Override) -> Role:
@@ -218,13 +191,6 @@ def _overridden(name: str, shape: tuple[int, ...], override: Override) -> Role:
 
 def _is_axis(axis: object, count: int) -> bool:
     return isinstance(axis, int) and not isinstance(axis, bool) and -count <= axis < count
-
-
-def _in_words(role: Role) -> str:
-    if role.kind != "neuron":
-        return f"a {role.kind}"
-    groups = f" in {role.fan_in_groups} groups" if role.fan_in_groups > 1 else ""
-    return f"neurons along axes {role.fan_in_axes}{groups}"
 
 
 def _claims(model: nn.Module) -> Iterable[tuple[str, Role, Tensor]]:

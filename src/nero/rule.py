@@ -1,10 +1,10 @@
-"""THE rule: Algorithm 1 of the paper on one tensor, pure and readable.
+"""The rule of Nero (Algorithm 1 of the paper) on one tensor.
 
-:func:`turn` is the update of neurons, :func:`nudge` that of gains and biases. Every backend is
-tested against these two. They return new tensors and change nothing.
+:func:`turn` updates neurons, :func:`nudge` updates gains and biases, :func:`project` is the constraint
+set. All functions are pure: they return new tensors. Every backend is tested against them.
 
-The paper's symbols: w, b the parameter; g its gradient; ḡ ``grad_norm``, the running root mean
-square of the gradient's norm; η ``lr``; β ``beta``; σ ``scale``; t ``step``.
+The paper's symbols: w, b the parameter; g its gradient; ḡ ``grad_norm``, the running root mean square
+of the gradient's norm; η ``lr``; β ``beta``; σ ``scale``; t ``step``.
 """
 
 import math
@@ -13,26 +13,34 @@ from typing import NamedTuple, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from nero.balance import SCALE_AT_ORIGIN, Radius, norm, project
-
 Number: TypeAlias = float | Tensor
+
+#: The scale of a parameter that starts at zero: the paper's default for biases.
+SCALE_AT_ORIGIN = 0.01
 
 
 class Update(NamedTuple):
-    """What a step gives: the parameter, its running average, and which updates sat out."""
+    """The result of a step: the parameter, ḡ, and a mask of the updates that were skipped."""
 
     parameter: Tensor
     grad_norm: Tensor
-    sat_out: Tensor
+    skipped: Tensor
 
 
 class Average(NamedTuple):
-    """The running average after a gradient: ḡ, what the gradient is divided by, and who can move."""
+    """The running average after a gradient: ḡ, the divisor of the gradient, and two masks."""
 
     grad_norm: Tensor
     divisor: Tensor
     moving: Tensor
-    sat_out: Tensor
+    skipped: Tensor
+
+
+class Projection(NamedTuple):
+    """A projected tensor, and a mask of the neurons that have a projection."""
+
+    tensor: Tensor
+    possible: Tensor
 
 
 def turn(
@@ -48,27 +56,26 @@ def turn(
     fix_mean: bool = True,
     fix_norm: bool = True,
     scale: Number | None = None,
-    radius: Radius = 1.0,
+    radius: Number = 1.0,
 ) -> Update:
-    """Turn every neuron of a tensor through an angle of about ``lr`` and balance it.
+    """Turn every neuron of a tensor through an angle of about ``lr``, then project it.
 
     Args:
         w: the weights.
         g: their gradient.
-        grad_norm: ḡ, one number a neuron, shaped as ``w`` with 1 along the fan-in axes.
+        grad_norm: ḡ, one number per neuron, shaped as ``w`` with 1 along the fan-in axes.
         step: t, the number of this step, from 1.
         axes: the fan-in axes.
-        lr: η; negative to go up instead of down; at zero the weights stay as they are.
+        lr: η; negative to ascend; zero leaves the weights unchanged.
         beta: β.
-        longest: how many times ``lr`` a step may be.
-        fix_mean: take off each neuron's mean.
+        longest: the longest step, as a multiple of ``lr``.
+        fix_mean: subtract each neuron's mean.
         fix_norm: set each neuron's norm to ``radius``.
-        scale: what the step is relative to; by default each neuron's norm.
-        radius: the norm to hold a neuron to.
+        scale: σ; by default each neuron's norm.
+        radius: the norm of a balanced neuron.
 
     Returns:
-        the new weights in the dtype of ``grad_norm``, the new ḡ, and which neurons sat out
-        because their gradient was not finite.
+        The weights in the dtype of ``grad_norm``, ḡ, and the neurons skipped for a non-finite gradient.
     """
     w, g = w.to(grad_norm.dtype), g.to(grad_norm.dtype)
     average = running_average(grad_norm, norm(g, axes), step, beta, longest)
@@ -80,9 +87,9 @@ def turn(
     turned = w - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
 
     # w <- w - mean(w); w <- w / |w|
-    balanced, possible = project(turned, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
+    projected, possible = project(turned, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
     moving = average.moving & possible & (lr != 0)
-    return Update(torch.where(moving, balanced, w), average.grad_norm, average.sat_out)
+    return Update(torch.where(moving, projected, w), average.grad_norm, average.skipped)
 
 
 def nudge(
@@ -102,17 +109,16 @@ def nudge(
     Args:
         b: the gains or biases.
         g: their gradient.
-        grad_norm: ḡ, one number an entry.
+        grad_norm: ḡ, one number per element.
         step: t, the number of this step, from 1.
-        lr: η; negative to go up instead of down; at zero the entries stay as they are.
+        lr: η; negative to ascend; zero leaves the elements unchanged.
         beta: β.
-        scale: σ_b, what the step is relative to.
-        longest: how many times ``lr * scale`` a step may be.
-        pull: the strength of a quadratic penalty that pulls towards one (Section 5.6).
+        scale: σ_b.
+        longest: the longest step, as a multiple of ``lr * scale``.
+        pull: λ of the penalty λ/2 (b - 1)², which pulls towards one (Section 5.6).
 
     Returns:
-        the new entries in the dtype of ``grad_norm``, the new ḡ, and which entries sat out
-        because their gradient was not finite.
+        The elements in the dtype of ``grad_norm``, ḡ, and the elements skipped for a non-finite gradient.
     """
     b, g = b.to(grad_norm.dtype), g.to(grad_norm.dtype)
     if not isinstance(pull, float) or pull:
@@ -122,14 +128,67 @@ def nudge(
     # b <- b - η σ_b / ḡ · g
     nudged = b - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
     moving = average.moving & nudged.isfinite() & (lr != 0)
-    return Update(torch.where(moving, nudged, b), average.grad_norm, average.sat_out)
+    return Update(torch.where(moving, nudged, b), average.grad_norm, average.skipped)
+
+
+def project(
+    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
+) -> Projection:
+    """Subtract each neuron's mean and set its norm to ``radius`` (Definition 1).
+
+    A neuron without a projection (zero, constant or not finite) is returned unchanged. A neuron of two
+    elements keeps its mean: both constraints would leave it only two points.
+    """
+    peak = tensor.detach().abs().amax(axes, keepdim=True)
+    possible = (peak > 0) & peak.isfinite()
+    fix_mean = fix_mean and _fan_in(tensor, axes) != 2
+    if not (fix_mean or fix_norm):
+        return Projection(tensor, possible)
+    unit = tensor / torch.where(possible, peak, 1.0)
+    square = unit.square().sum(axes, keepdim=True)
+    if fix_mean:
+        unit = unit - unit.mean(axes, keepdim=True)
+        left = unit.square().sum(axes, keepdim=True)
+        # the rounding error of a constant neuron is not a direction
+        possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)
+        square = left
+    if fix_norm:
+        unit = unit / torch.where(possible, square, 1.0).sqrt() * radius
+    else:
+        possible = possible & (peak < torch.finfo(tensor.dtype).max / 2)
+        unit = unit * peak
+    return Projection(torch.where(possible, unit, tensor), possible)
+
+
+def distance(
+    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
+) -> Tensor:
+    """Measure each neuron's distance to the nearest balanced one; not finite for a neuron that is not."""
+    mean = torch.zeros_like(tensor.amax(axes, keepdim=True))
+    fan_in = _fan_in(tensor, axes)
+    if fix_mean and fan_in != 2:
+        mean = tensor.mean(axes, keepdim=True)
+    off_radius = norm(tensor - mean, axes) - radius if fix_norm else torch.zeros_like(mean)
+    return torch.hypot(off_radius, mean * math.sqrt(fan_in))
+
+
+def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Compute the norm of each neuron, axes kept, without overflow or underflow.
+
+    Squares leave float32's range long before the norm does, so elements are first divided by the largest.
+    """
+    if not axes:
+        return tensor.abs()
+    peak = tensor.detach().abs().amax(axes, keepdim=True)
+    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
+    return unit * (tensor / unit).square().sum(axes, keepdim=True).sqrt()
 
 
 def running_average(grad_norm: Tensor, length: Tensor, step: Number, beta: float, longest: float = math.inf) -> Average:
-    """ḡ² <- β ḡ² + (1 - β) |g|², in a form that neither overflows nor underflows before |g| does.
+    """Update ḡ² <- β ḡ² + (1 - β) |g|², without overflow or underflow before |g| itself.
 
-    The divisor is ḡ / sqrt(1 - β^t), but at least |g| / ``longest``, so that no step is longer than that. A length that
-    is not finite leaves its average alone and sits out. One of zero moves nothing.
+    The divisor is ḡ / sqrt(1 - β^t), but at least |g| / ``longest``, which bounds the step. A length that
+    is not finite leaves ḡ unchanged and is skipped. A length of zero moves nothing.
     """
     finite = length.isfinite()
     # hypot(√β ḡ, √(1-β) |g|): the squares would leave float32's range, their root does not
@@ -151,8 +210,22 @@ def bias_correction(step: Tensor, beta: float, dtype: torch.dtype) -> Tensor: ..
 
 
 def bias_correction(step: Number, beta: float, dtype: torch.dtype) -> Number:
-    """sqrt(1 - β^t), without the cancellation that 1 - β^t suffers in float32 at small t."""
+    """Compute sqrt(1 - β^t) without the cancellation of 1 - β^t in float32 at small t."""
     log_beta = math.log(beta) if beta else -math.inf
     if isinstance(step, Tensor):
         return (-torch.expm1(step.to(dtype) * log_beta)).sqrt()
     return math.sqrt(-math.expm1(step * log_beta))
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter's statistics and of its step: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rounding_error(dtype: torch.dtype) -> float:
+    """Bound how far rounding to a dtype can move a balanced neuron, relative to its norm."""
+    return torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
+
+
+def _fan_in(tensor: Tensor, axes: tuple[int, ...]) -> int:
+    return math.prod([tensor.shape[axis] for axis in axes])

@@ -11,31 +11,31 @@ from nero.rounding import rounded
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
-    """Take one step with every job."""
+    """Step every job."""
     for job in jobs:
         job.state["step"].add_(1)
         finish(job, settings)
 
 
 def finish(job: Job, settings: Settings) -> None:
-    """Write the rule's answer to a job whose step is counted already."""
+    """Apply the rule to a job whose step is already counted, and write the result."""
     if job.grad.layout is torch.sparse_coo:
         _finish_sparse(job, settings)
         return
     update = apply_rule(job, settings)
     job.parameter.copy_(rounded(update.parameter, job.parameter.dtype, settings.rounding))
     job.state["grad_norm"].copy_(update.grad_norm)
-    _count(job, update.sat_out)
+    _count(job, update.skipped)
 
 
-def _count(job: Job, sat_out: Tensor) -> None:
-    count = sat_out.sum()
-    # of a sharded tensor the sum is sharded too, and the count is not
+def _count(job: Job, skipped: Tensor) -> None:
+    count = skipped.sum()
+    # the sum over a sharded tensor is a partial DTensor; the count is a plain tensor
     job.state["skipped"].add_(count.full_tensor() if hasattr(count, "full_tensor") else count)
 
 
 def _finish_sparse(job: Job, settings: Settings) -> None:
-    """The dense step, on the rows that have a gradient; of the others, only the averages fade."""
+    """Take the dense step on the rows that have a gradient; the averages of all rows decay."""
     grad = job.grad.coalesce()
     if grad.sparse_dim() != 1 or 0 in job.axes or job.pull:
         finish(job._replace(grad=grad.to_dense()), settings)
@@ -46,4 +46,4 @@ def _finish_sparse(job: Job, settings: Settings) -> None:
     update = apply_rule(touched, settings)
     job.parameter.index_copy_(0, rows, rounded(update.parameter, job.parameter.dtype, settings.rounding))
     job.state["grad_norm"].mul_(math.sqrt(settings.beta)).index_copy_(0, rows, update.grad_norm)
-    _count(job, update.sat_out)
+    _count(job, update.skipped)

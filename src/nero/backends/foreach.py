@@ -1,8 +1,8 @@
 """The rule on many tensors at once, in plain torch operations.
 
-Gains and biases of all tensors are nudged as one long vector. On an accelerator, where launches
-cost, neurons in tensors of one shape are turned as one stack; on the CPU, where sweeps over memory
-cost, they are turned in place (:mod:`nero.backends.cpu`).
+Gains and biases of all tensors are nudged as one long vector. On an accelerator, where launches are
+expensive, neurons of equal shape are stacked and turned together. On the CPU, where memory traffic is
+expensive, they are turned in place (:mod:`nero.backends.foreach_cpu`).
 """
 
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero import rule
-from nero.backends import cpu, eager
+from nero.backends import eager, foreach_cpu
 from nero.backends.job import Job, Settings, apply_rule, flat, shaped
 from nero.rounding import rounded
 
-#: Tensors of one shape are stacked up to this many entries, to be turned together.
-STACK = 1 << 24
+#: Tensors of one shape are stacked up to this many elements.
+MAX_STACK_ELEMENTS = 1 << 24
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
-    """Take one step with every job."""
+    """Step every job."""
     if not jobs:
         return
     torch._foreach_add_([job.state["step"] for job in jobs], 1)
@@ -29,7 +29,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     for job in jobs:
         wrapped: bool = is_traceable_wrapper_subclass(job.parameter)
         if job.grad.layout is not torch.strided or wrapped:
-            eager.finish(job, settings)  # sparse; or sharded, where views and pointers are not what they seem
+            eager.finish(job, settings)  # sparse, or a subclass such as DTensor
         else:
             (neurons if job.axes else gains).append(job)
     _nudge(gains, settings)
@@ -37,17 +37,17 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
 
 
 def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
-    """Nudge all gains and biases as one vector for each device, precision and pull."""
-    alike: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[Job]] = {}
+    """Nudge all gains and biases as one vector per device, dtype and pull."""
+    by_kind: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[Job]] = {}
     for job in jobs:
         kind = (job.parameter.device, job.parameter.dtype, job.state["grad_norm"].dtype, job.pull)
-        alike.setdefault(kind, []).append(job)
-    for (device, own, dtype, pull), batch in alike.items():
+        by_kind.setdefault(kind, []).append(job)
+    for (device, own, dtype, pull), batch in by_kind.items():
         states = [job.state for job in batch]
         sizes = [job.parameter.numel() for job in batch]
-        # where waiting for the numbers costs nothing, look whether they are all the same
-        together = device.type == "cpu" and len({float(state["step"]) for state in states}) == 1
-        if together and cpu.nudge(batch, settings):
+        # reading the steps is free on a CPU; elsewhere it would wait for the device
+        same_step = device.type == "cpu" and len({float(state["step"]) for state in states}) == 1
+        if same_step and foreach_cpu.nudge(batch, settings):
             continue
         counts = torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         owner = torch.repeat_interleave(torch.arange(len(batch), device=device), counts, output_size=sum(sizes))
@@ -55,7 +55,7 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             torch.cat([flat(job.parameter) for job in batch]).to(dtype),
             torch.cat([flat(job.grad) for job in batch]).to(dtype),
             torch.cat([flat(state["grad_norm"]) for state in states]),
-            states[0]["step"] if together else torch.stack([state["step"] for state in states])[owner],
+            states[0]["step"] if same_step else torch.stack([state["step"] for state in states])[owner],
             lr=settings.lr,
             beta=settings.beta,
             longest=settings.longest,
@@ -69,16 +69,15 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             parameters, shaped(rounded(update.parameter, own, settings.rounding).split_with_sizes(sizes), parameters)
         )
         torch._foreach_copy_(averages, shaped(update.grad_norm.split_with_sizes(sizes), averages))
-        if device.type != "cpu" or bool(update.sat_out.any()):  # elsewhere a look would have to wait
+        if device.type != "cpu" or bool(update.skipped.any()):  # elsewhere reading the mask would wait
             skipped = torch.zeros(len(batch), dtype=torch.int64, device=device)
-            skipped.index_add_(0, owner, update.sat_out.long())
+            skipped.index_add_(0, owner, update.skipped.long())
             torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
-    here = [job for job in jobs if job.parameter.device.type == "cpu"]
-    cpu.turn(here, settings)
-    _turn_stacks([job for job in jobs if job.parameter.device.type != "cpu"], settings)
+    foreach_cpu.turn([job for job in jobs if job.parameter.is_cpu], settings)
+    _turn_stacks([job for job in jobs if not job.parameter.is_cpu], settings)
 
 
 def _turn_stacks(jobs: Sequence[Job], settings: Settings) -> None:
@@ -87,14 +86,14 @@ def _turn_stacks(jobs: Sequence[Job], settings: Settings) -> None:
         weight = job.parameter
         kind = (weight.device, weight.shape, job.axes, weight.dtype, job.grad.dtype)
         stackable.setdefault(kind, []).append(job)
-    for alike in stackable.values():
-        most = max(1, STACK // alike[0].parameter.numel())
-        for start in range(0, len(alike), most):
-            _turn_stack(alike[start : start + most], settings)
+    for stack in stackable.values():
+        most = max(1, MAX_STACK_ELEMENTS // stack[0].parameter.numel())
+        for start in range(0, len(stack), most):
+            _turn_stack(stack[start : start + most], settings)
 
 
 def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
-    """Turn tensors of one shape as one, by the rule: on an accelerator it is launches that cost."""
+    """Turn tensors of one shape as one stack."""
     states = [job.state for job in jobs]
     step = torch.stack([state["step"] for state in states])
     stacked = {
@@ -109,5 +108,5 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     update = apply_rule(job, settings)
     torch._foreach_copy_(weights, list(rounded(update.parameter, weights[0].dtype, settings.rounding).unbind()))
     torch._foreach_copy_([state["grad_norm"] for state in states], list(update.grad_norm.unbind()))
-    skipped = update.sat_out.flatten(1).sum(1)
+    skipped = update.skipped.flatten(1).sum(1)
     torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))

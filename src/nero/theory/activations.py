@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from nero.keeping import copied, keeping
+from nero.preserve import copied, keeping
 from nero.theory.layers import layers_of
-from nero.theory.table import table
+from nero.text_table import text_table
 
 _CHANNELS_FIRST: dict[type[nn.Module], int] = {
     nn.Conv1d: 1,
@@ -85,7 +85,9 @@ class Preactivations:
             )
             for each in self.layers
         ]
-        lines = table(("layer", "class", "neurons", "mean", "rms of means", "variance", "from least to most"), rows)
+        lines = text_table(
+            ("layer", "class", "neurons", "mean", "rms of means", "variance", "from least to most"), rows
+        )
         return lines + (f"\n\nnot seen: {', '.join(self.left_out)}" if self.left_out else "")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from nero.balance import is_balanced, paddings_of
+from nero.scalars import as_float, as_int
 from nero.theory.caps import cap_measure, checked_angle
 from nero.theory.digits import at_most, rest
 from nero.theory.layers import layers_of
-from nero.whole import real, whole
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,12 @@ def pac_bayes_bound(log_measure: float, samples: int, delta: float = 0.05) -> Pa
         >>> print(pac_bayes_bound(-math.inf, 1000))
         vacuous: ε ≤ inf, for 0.95 of all draws of 1,000 examples
     """
-    samples = whole("samples", samples, 2, ", the size of the data set")
-    if not 0 < real(delta) < 1:
+    samples = as_int("samples", samples, 2, ", the size of the data set")
+    if not 0 < as_float(delta) < 1:
         raise ValueError(f"delta must be between 0 and 1, like 0.05, but it is {delta!r}")
-    if not real(log_measure) <= 0:
+    if not as_float(log_measure) <= 0:
         raise ValueError(f"log_measure is the logarithm of a probability, zero or less, but it is {log_measure!r}")
-    delta, log_measure = real(delta), real(log_measure)
+    delta, log_measure = as_float(delta), as_float(log_measure)
     log_draws = math.log(2 * samples) - math.log(delta)  # their ratio may be too large for a float
     return PacBayesBound((log_draws - log_measure) / (samples - 1), log_measure, samples, delta)
 
@@ -178,9 +178,9 @@ def generalisation_bound(
         given = parameters + _running(network)
     else:
         layers, given = _layers(network), []
-    if not real(log_solutions) < math.inf:
+    if not as_float(log_solutions) < math.inf:
         raise ValueError(f"log_solutions must be a number, 0.0 for one solution, but it is {log_solutions!r}")
-    log_solutions = real(log_solutions)
+    log_solutions = as_float(log_solutions)
     # a neuron of two entries is held to its norm alone, and so lives on a circle
     caps = [(count, cap_measure(max(fan_in - 2, 1), alpha)) for count, fan_in in layers]
     exact = log_solutions + math.fsum(count * cap.log_measure for count, cap in caps)
@@ -209,7 +209,7 @@ def _running(network: nn.Module) -> list[str]:
 
 def _layers(network: Any) -> list[tuple[int, int]]:
     try:
-        layers = [(whole("m", count, 1), whole("d", fan_in, 2)) for count, fan_in in network]
+        layers = [(as_int("m", count, 1), as_int("d", fan_in, 2)) for count, fan_in in network]
     except (TypeError, ValueError):
         layers = []
     if not layers:

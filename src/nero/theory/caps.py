@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from nero.scalars import as_float, as_int
 from nero.theory.digits import at_least, nearest, power
-from nero.whole import real, whole
 
 #: From here on the error of Stirling's series, as far as it is taken, is less than float64's rounding.
 _STIRLING = 20.0
@@ -70,7 +70,7 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
         >>> print(cap_measure(782, 0.1))
         a cap of 0.1 rad covers 3.892e-785 of S^782 (Ball: at least 1.419e-1018)
     """
-    dim = whole("dim", dim, 1, ", the dimension of a sphere")
+    dim = as_int("dim", dim, 1, ", the dimension of a sphere")
     angle = checked_angle("angle", angle)
     sine, cosine = math.sin(angle), math.cos(angle)
     log_sine = math.log(sine)  # the square of the sine, or half of it, may be too small for a float
@@ -81,9 +81,9 @@ def cap_measure(dim: int, angle: float) -> CapMeasure:
 
 def checked_angle(name: str, angle: float) -> float:
     """An angle as Python's own number; raise unless it is in (0, π/2]."""
-    if not 0 < real(angle) <= math.pi / 2:
+    if not 0 < as_float(angle) <= math.pi / 2:
         raise ValueError(f"{name} must be an angle in (0, π/2], in radians, but it is {angle!r}")
-    return real(angle)
+    return as_float(angle)
 
 
 def log_incomplete_beta(a: float, b: float, x: float, rest: float | None = None, log_x: float | None = None) -> float:

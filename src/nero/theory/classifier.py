@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nero.keeping import put
+from nero.preserve import put
 from nero.theory.layers import Layer
 from nero.theory.rotations import Caps
 

@@ -7,7 +7,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nero.balance import check_memory, norm
+from nero.parameters import check_memory
+from nero.rule import norm
 from nero.roles import KINDS, Kind, Role, roles_of
 
 #: A change of weights, ΔW, by the parameters' names; what it does not name stays.

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nero.balance import checked_tolerance, norm, statistics_dtype
+from nero.balance import checked_tolerance
+from nero.rule import norm, statistics_dtype
 from nero.roles import KINDS, Kind
+from nero.scalars import as_float
 from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
-from nero.theory.table import table
-from nero.whole import real
+from nero.text_table import text_table
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RelativeStep:
 
     def __str__(self) -> str:
         rows = [(each.name, each.kind, f"{each.neuron:.3g}", f"{each.layer:.3g}") for each in self.layers]
-        return table(("parameter", "role", "per neuron", "per layer"), rows)
+        return text_table(("parameter", "role", "per neuron", "per layer"), rows)
 
 
 def relative_step(model: nn.Module, perturbation: Perturbation) -> RelativeStep:
@@ -105,13 +106,13 @@ def is_per_neuron_relative(
         >>> is_per_neuron_relative(model, step, 0.01), is_per_neuron_relative(model, step, 0.009)
         (True, False)
     """
-    if not real(eta) > 0:
+    if not as_float(eta) > 0:
         raise ValueError(f"eta must be a positive number, like 0.01, but it is {eta!r}")
     given = None if tolerance is None else checked_tolerance(tolerance)
     layers = relative_step(model, perturbation).layers
     parameters = dict(model.named_parameters())
     eps = {layer.name: torch.finfo(parameters[layer.name].dtype).eps for layer in layers}
-    return all(layer.neuron <= real(eta) + (2 * eps[layer.name] if given is None else given) for layer in layers)
+    return all(layer.neuron <= as_float(eta) + (2 * eps[layer.name] if given is None else given) for layer in layers)
 
 
 def _step(layer: Layer, perturbation: Perturbation) -> LayerStep:

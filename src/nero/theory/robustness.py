@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nero.keeping import keeping
+from nero.preserve import keeping
+from nero.scalars import as_float, as_int
 from nero.theory.caps import checked_angle, log_incomplete_beta
 from nero.theory.certificate import certified, chain_of
 from nero.theory.classifier import Classifier, classifier
 from nero.theory.digits import at_least, at_most
 from nero.theory.layers import Layer, check_mode, layers_of
-from nero.whole import real, whole
 
 #: Angles below this are taken for zero.
 _LEAST = 1e-9
@@ -134,12 +134,12 @@ def robustness(
         '0.8 to 0.8, by example 0'
     """
     limit = checked_angle("limit", limit)
-    rotations = whole("rotations", rotations, 1)
-    examples, steps, seed = whole("examples", examples, 1), whole("steps", steps, 1), whole("seed", seed)
+    rotations = as_int("rotations", rotations, 1)
+    examples, steps, seed = as_int("examples", examples, 1), as_int("steps", steps, 1), as_int("seed", seed)
     for name, share in (("confidence", confidence), ("tolerance", tolerance)):
-        if not 0 < real(share) < 1:
+        if not 0 < as_float(share) < 1:
             raise ValueError(f"{name} must be between 0 and 1, but it is {share!r}")
-    confidence, tolerance = real(confidence), real(tolerance)
+    confidence, tolerance = as_float(confidence), as_float(tolerance)
     check_mode()
     layers = layers_of(model)
     with keeping(model, [layer.name for layer in layers], evaluating=True):

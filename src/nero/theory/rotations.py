@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nero.balance import norm
+from nero.rule import norm
 from nero.theory.layers import Layer
 
 

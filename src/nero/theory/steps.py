@@ -8,11 +8,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from nero.keeping import keeping, put
+from nero.preserve import keeping, put
 from nero.roles import KINDS, Kind
+from nero.scalars import as_int
 from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
-from nero.theory.table import table
-from nero.whole import whole
+from nero.text_table import text_table
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
 Loss: TypeAlias = Callable[[nn.Module], Tensor]
@@ -64,7 +64,7 @@ class RelativeChange:
             (each.name, f"{each.size:.3g}", f"{each.change:.3g}", f"{each.cosine:.3g}", "yes" if each.stable else "no")
             for each in self.layers
         ]
-        lines = table(("layer", "|ΔW|/|W|", "|Δ∇|/|∇|", "cos θ", "stable"), rows)
+        lines = text_table(("layer", "|ΔW|/|W|", "|Δ∇|/|∇|", "cos θ", "stable"), rows)
         return f"{lines}\n\n{'a stable' if self.stable else 'not a stable'} step"
 
 
@@ -90,7 +90,7 @@ class DeepRelativeTrust:
             (each.name, f"{each.size:.3g}", f"{each.change:.3g}", f"{self.bound:.3g}", f"{self.share(each):.3g}")
             for each in self.layers
         ]
-        lines = table(("layer", "|ΔW|/|W|", "|Δ∇|/|∇|", "bound", "of it"), rows)
+        lines = text_table(("layer", "|ΔW|/|W|", "|Δ∇|/|∇|", "bound", "of it"), rows)
         return f"{lines}\n\ndeep relative trust {'holds' if self.holds else 'does not hold'} for this perturbation"
 
     def share(self, layer: LayerChange) -> float:
@@ -138,7 +138,7 @@ def relative_change(
     layers = [*asked, *others]
     if not callable(loss):
         raise TypeError(f"the loss must be a function of the model, like lambda model: ..., but it is {loss!r}")
-    points = whole("points", points, 1)
+    points = as_int("points", points, 1)
     parameters = dict(model.named_parameters())
     check_mode()
     before = _gradients(model, loss, layers, "is the batch empty?")

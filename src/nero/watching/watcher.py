@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.balance import statistics_dtype
+from nero.rule import statistics_dtype
 from nero.optimiser import Nero
+from nero.scalars import as_int
 from nero.watching.measure import Followed, Kept, bundles, follow, measure
 from nero.watching.reading import Layer, Lines, Reading, Spread, Writer
-from nero.whole import whole
 
 
 class Watch:
@@ -47,7 +47,7 @@ class Watch:
         Raises:
             ValueError: a step that is no whole number.
         """
-        number = None if step is None else whole("step", step, what=", or None for the optimiser's own")
+        number = None if step is None else as_int("step", step, what=", or None for the optimiser's own")
         reading = Reading(self._look(), number)
         self.readings.append(reading)
         return reading
@@ -186,7 +186,7 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
     """
     if not isinstance(optimiser, Nero):
         raise TypeError(f"watch needs a nero.Nero, not {type(optimiser).__name__}")
-    return Watch(optimiser, None if neurons is None else whole("neurons", neurons, 1, ", or None for all"))
+    return Watch(optimiser, None if neurons is None else as_int("neurons", neurons, 1, ", or None for all"))
 
 
 def _stacked(bundle: list[Followed], key: str) -> Tensor:

@@ -1,0 +1,1 @@
+"""The angle of ``lr="auto"``, from the depth of the network."""

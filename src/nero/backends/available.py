@@ -1,0 +1,92 @@
+"""Which backends can step a tensor here, and if not, why."""
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+#: The dtypes that the Triton kernels read and write.
+TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_INSTALL = {"numba": "pip install 'nero-optim[cpu]'", "triton": "pip install triton"}
+_INSTEAD = "use backend='foreach', or 'auto' for the fastest that works here"
+
+
+def available(device: torch.device) -> list[str]:
+    """List the backends that can step parameters on a device, the fastest last."""
+    compiled = {"cpu": "numba", "cuda": "triton"}.get(device.type, "")
+    return ["eager", "foreach", *([compiled] if compiled and is_installed(compiled) else [])]
+
+
+@cache
+def is_installed(library: str) -> bool:
+    """Return whether a library is installed."""
+    return find_spec(library) is not None
+
+
+@cache
+def numba_works() -> bool:
+    """Return whether numba is installed, matches the installed numpy, and finds a cache folder."""
+    try:
+        import nero.backends.numba.step  # noqa: F401
+    except Exception:
+        return False
+    return True
+
+
+@cache
+def triton_works(device: torch.device) -> bool:
+    """Return whether Triton compiles and launches a kernel on a device."""
+    if device.type != "cuda" or not is_installed("triton"):
+        return False
+    try:
+        from nero.backends.triton.project import launch
+
+        with torch.cuda.device(device):
+            launch(torch.zeros(1, 16, device=device), 1, 16, 16)
+    except torch.OutOfMemoryError:
+        raise  # a full GPU says nothing about Triton
+    except Exception:  # no C compiler for the launcher, an unknown GPU, ...
+        return False
+    return True
+
+
+def is_interpreted() -> bool:
+    """Return whether Triton interprets kernels, which then run on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_not_triton(tensor: Tensor) -> str | None:
+    """Explain what keeps a parameter or gradient from the Triton kernels; ``None`` if nothing does."""
+    if tensor.device.type != "cuda" and not (tensor.device.type == "cpu" and is_interpreted()):
+        return f"on {tensor.device}, and the kernels run on CUDA devices"
+    if tensor.layout is not torch.strided:
+        return "sparse, and the kernels take dense tensors"
+    wrapped: bool = is_traceable_wrapper_subclass(tensor)
+    if wrapped:
+        return f"a {type(tensor).__name__}, and the kernels take plain tensors"
+    if tensor.dtype not in TRITON_DTYPES:
+        return f"{tensor.dtype}, and the kernels support float32, bfloat16 and float16"
+    return None
+
+
+def check_backend(backend: str, name: str, *tensors: Tensor) -> None:
+    """Raise if a backend chosen by name cannot step a parameter.
+
+    Args:
+        backend: a value of the option ``backend``.
+        name: the parameter's name.
+        tensors: the parameter, and its gradient if there is one.
+    """
+    if backend in _INSTALL and not is_installed(backend):
+        raise ModuleNotFoundError(
+            f"backend={backend!r}, chosen for {name}, needs {backend} ({_INSTALL[backend]}); {_INSTEAD}"
+        )
+    if backend == "triton":
+        for tensor, what in zip(tensors, (name, f"the gradient of {name}"), strict=False):
+            reason = why_not_triton(tensor)
+            if reason is not None:
+                raise ValueError(f"backend='triton' cannot step {name}: {what} is {reason}; {_INSTEAD}")

@@ -1,0 +1,324 @@
+"""The foreach backend on the CPU: neurons turned and gains nudged in place, for ordinary values.
+
+The statistics of all neurons known one long vector, and weights are turned in pieces that stay in cache.
+Anything else (a gradient of 1e25 or NaN, a constant neuron, a turn of half a radian, half precision) is
+left to the rule itself.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from nero import rule
+from nero.backends import eager
+from nero.backends.job import Job, Settings, flat, shaped
+from nero.options import FixNorm
+
+#: Weights per piece: with their gradients, 32 MB in float32.
+PIECE_ELEMENTS = 1 << 22
+#: Tensors up to this size are concatenated with others of equal fan-in, to save operations.
+MAX_SMALL_ELEMENTS = 1 << 16
+#: Norms in this range have squares within float32's range.
+ORDINARY = (1e-15, 1e15)
+#: Above this fan-in, the fast sums lose too much precision in float32.
+MAX_FAN_IN = 1 << 15
+#: Wider turns are left to the rule.
+MAX_ANGLE_RAD = 0.5
+
+
+class _Matrix(NamedTuple):
+    """Weights as a matrix whose neurons run along one axis; or several such matrices, concatenated."""
+
+    weight: Tensor
+    grad: Tensor
+    average: Tensor
+    radius: Tensor | None
+    off: Tensor | None
+    job: Job | None
+    parts: tuple["_Matrix", ...] = ()
+
+    def leave_to_rule(self, axis: int, step: float, settings: Settings) -> None:
+        """Step by the rule; of concatenated matrices, only those that need it."""
+        if self.job is None:
+            _turn_matrices(self.parts, axis, step, settings)
+            return
+        own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
+        eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
+        _views[self.job.state["grad_norm"]].version = None
+
+
+def turn(jobs: Sequence[Job], settings: Settings) -> None:
+    """Turn the neurons of every job. The steps are already counted."""
+    with torch.autocast("cpu", enabled=False):  # some sums are matrix products, which must stay in float32
+        _turn(jobs, settings)
+
+
+def _turn(jobs: Sequence[Job], settings: Settings) -> None:
+    quick = bool(settings.fix_norm) and float(settings.lr) != 0
+    by_kind: dict[tuple[float, int, torch.dtype], list[_Matrix]] = {}
+    for job in jobs:
+        matrix = _matrix(job, settings) if quick else None
+        if matrix is None:
+            eager.finish(job, settings)
+        else:
+            kind = (float(job.state["step"]), _views[job.state["grad_norm"]].axis, matrix.average.dtype)
+            by_kind.setdefault(kind, []).append(matrix)
+    for (step, axis, _), matrices in by_kind.items():
+        _turn_matrices(list(_concatenated(matrices, 1 - axis)), axis, step, settings)
+
+
+def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
+    """Nudge gains and biases of equal step counts, if all values are ordinary; return whether they were."""
+    averages, parameters = [job.state["grad_norm"] for job in jobs], [job.parameter for job in jobs]
+    lr, dtype = float(settings.lr), averages[0].dtype
+    if not 0 < abs(lr) < 1 or any(job.pull or job.parameter.dtype != dtype for job in jobs):
+        return False
+    grad = torch.cat([flat(job.grad) for job in jobs]).to(dtype)
+    before = torch.cat([flat(average) for average in averages])
+    average = before.square_().mul_(settings.beta).addcmul_(grad, grad, value=1 - settings.beta).sqrt_()
+    scales = (
+        torch.stack([job.state["scale"] for job in jobs])
+        if settings.scale is None
+        else before.new_tensor(settings.scale)
+    )
+    for numbers in (grad.abs(), average, scales):  # one by one: a NaN compares as false
+        low, high = torch.stack(torch.aminmax(numbers)).tolist()
+        if not (low > ORDINARY[0] and high < ORDINARY[1]):
+            return False
+    correction = rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
+    sizes = [parameter.numel() for parameter in parameters]
+    units = shaped(grad.div_(_bounded(average, grad, correction, settings)).split_with_sizes(sizes), parameters)
+    torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=-lr * correction)
+    torch._foreach_copy_(averages, shaped(average.split_with_sizes(sizes), averages))
+    return True
+
+
+def _bounded(average: Tensor, grad: Tensor, correction: float, settings: Settings) -> Tensor:
+    """Raise the running average where a step would be longer than the longest."""
+    if settings.longest == math.inf:
+        return average
+    return torch.maximum(average, grad.abs() * (correction / settings.longest))
+
+
+def _concatenated(matrices: Sequence[_Matrix], across: int) -> Iterator[_Matrix]:
+    """Concatenate small matrices of equal fan-in."""
+    small: dict[int, list[_Matrix]] = {}
+    for matrix in matrices:
+        if matrix.weight.numel() > MAX_SMALL_ELEMENTS:
+            yield matrix
+        else:
+            small.setdefault(matrix.weight.shape[1 - across], []).append(matrix)
+    for group in small.values():
+        yield group[0] if len(group) == 1 else _together(group, across)
+
+
+def _together(matrices: Sequence[_Matrix], across: int) -> _Matrix:
+    radii = [matrix.radius for matrix in matrices if matrix.radius is not None]
+    off = [
+        torch.zeros_like(matrix.average, dtype=torch.bool) if matrix.off is None else matrix.off for matrix in matrices
+    ]
+    return _Matrix(
+        torch.cat([matrix.weight for matrix in matrices], across),
+        torch.cat([matrix.grad for matrix in matrices], across),
+        torch.cat([matrix.average for matrix in matrices], across),
+        torch.cat(radii, across) if radii else None,
+        None if all(matrix.off is None for matrix in matrices) else torch.cat(off, across),
+        None,
+        tuple(matrices),
+    )
+
+
+@dataclass(slots=True)
+class _View:
+    """A tensor viewed as a matrix. It keeps the memory alive, so that its address is not reused."""
+
+    at: tuple[int, tuple[int, ...]]  # the address and strides of the weights
+    weight: Tensor  # the view
+    axis: int  # the fan-in axis of the view
+    order: list[int] | None  # the permutation before the view
+    version: int | None = None  # torch's version counter when the weights were last measured
+    held: tuple[bool, FixNorm] | None = None  # the constraints then
+    off: Tensor | None = None  # the neurons that were not balanced then
+
+
+# keyed by grad_norm, which lives as long as the optimiser's state; a view must not refer to it
+_views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _matrix(job: Job, settings: Settings) -> _Matrix | None:
+    """View a job as a matrix; ``None`` if it needs the rule."""
+    average = job.state["grad_norm"]
+    known: _View | None = _views.get(average)  # type: ignore[no-untyped-call]
+    if known is None or known.at != (job.parameter.data_ptr(), job.parameter.stride()):
+        known = _view(job)
+        if known is None:
+            return None
+        _views[average] = known
+    if job.grad.dtype != average.dtype:
+        return None
+    radius = None
+    if settings.fix_norm == "initial":
+        radius = job.state["radius"]
+        low, high = torch.stack(torch.aminmax(radius)).tolist()
+        if not (low > ORDINARY[0] and high < ORDINARY[1]):
+            return None
+    # weights that nobody changed since the last turn are still balanced
+    held = (settings.fix_mean, settings.fix_norm)
+    if known.version != job.parameter._version or known.held != held:
+        known.off, known.held, known.version = _off_balance(job, settings), held, job.parameter._version
+    if known.off is not None and bool(known.off.all()):
+        return None
+    if known.order is None:
+        return _Matrix(known.weight, job.grad, average, radius, known.off, job)
+    return _Matrix(
+        known.weight,
+        job.grad.permute(known.order).reshape(known.weight.shape),
+        average.view(-1, 1),
+        None if radius is None else radius.view(-1, 1),
+        None if known.off is None else known.off.view(-1, 1),
+        job,
+    )
+
+
+def _view(job: Job) -> _View | None:
+    """View the weights as a matrix, if dtype, fan-in and memory allow it."""
+    weight, average = job.parameter, job.state["grad_norm"]
+    if weight.dtype != average.dtype or not 2 < weight.numel() // average.numel() <= MAX_FAN_IN:
+        return None
+    at = (weight.data_ptr(), weight.stride())
+    if weight.dim() == 2 and len(job.axes) == 1:
+        return _View(at, weight.detach(), job.axes[0], None)
+    neurons = [axis for axis in range(weight.dim()) if axis not in job.axes]
+    order = neurons + sorted(job.axes, key=weight.stride, reverse=True)
+    try:
+        view = weight.detach().permute(order).view(average.numel(), -1)
+    except RuntimeError:  # the strides do not allow a view
+        return None
+    return _View(at, view, 1, order)
+
+
+def _off_balance(job: Job, settings: Settings) -> Tensor | None:
+    """Return a mask of the neurons that are not balanced; ``None`` if all are."""
+    radius = job.state["radius"] if settings.fix_norm == "initial" else 1.0
+    distance = rule.distance(job.parameter, job.axes, fix_mean=settings.fix_mean, radius=radius)
+    off = ~(distance <= rule.rounding_error(job.parameter.dtype) * radius)
+    return off if bool(off.any()) else None
+
+
+def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings) -> None:
+    """Turn neurons that run along one axis of their matrices and have equal step counts."""
+    across = 1 - axis
+    counts = [matrix.average.shape[across] for matrix in matrices]
+    largest = max(matrix.weight.numel() for matrix in matrices) if axis == 0 else 0
+    scratch = matrices[0].weight.new_empty(largest)
+    length = _join([_norm(matrix.grad, axis, scratch) for matrix in matrices], across)
+    before = _join([matrix.average for matrix in matrices], across)
+    average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
+    radius: Tensor | float = 1.0
+    if settings.fix_norm == "initial":
+        radius = _join([matrix.radius for matrix in matrices if matrix.radius is not None], across)
+    scale = radius if settings.scale is None else settings.scale
+    correction = rule.bias_correction(step, settings.beta, length.dtype)
+    factor = -float(settings.lr) * correction * scale / _bounded(average, length, correction, settings)
+    angle = factor * length / radius  # NaN, and so not ordinary, if ḡ is 0 or lr is NaN
+
+    low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
+    still: Sequence[Tensor | None] = [None] * len(matrices)
+    all_balanced = all(matrix.off is None for matrix in matrices)
+    # a smaller turn cannot bring a balanced neuron near zero or near a constant
+    if not (
+        all_balanced and low > ORDINARY[0] and high < ORDINARY[1] and left > -MAX_ANGLE_RAD and right < MAX_ANGLE_RAD
+    ):
+        idle_masks = [
+            _without_gradient(matrix, each, axis)
+            for matrix, each in zip(matrices, _split(length, counts, across), strict=True)
+        ]
+        without_gradient = _join(idle_masks, across)
+        plain = without_gradient | ((length > ORDINARY[0]) & (length < ORDINARY[1]) & (angle.abs() < MAX_ANGLE_RAD))
+        if not all_balanced:
+            balanced = [
+                torch.ones_like(each) if matrix.off is None else each | ~matrix.off
+                for matrix, each in zip(matrices, idle_masks, strict=True)
+            ]
+            plain &= _join(balanced, across)
+        odd = [not bool(each.all()) for each in _split(plain, counts, across)]
+        if any(odd):
+            for matrix, is_odd in zip(matrices, odd, strict=True):
+                if is_odd:
+                    matrix.leave_to_rule(axis, step, settings)
+            rest = [matrix for matrix, is_odd in zip(matrices, odd, strict=True) if not is_odd]
+            if rest:
+                _turn_matrices(rest, axis, step, settings)
+            return
+        still = [each.flatten().nonzero()[:, 0] for each in idle_masks]
+
+    for matrix, each, idle in zip(matrices, _split(factor, counts, across), still, strict=True):
+        kept = None if idle is None else matrix.weight.index_select(across, idle)
+        for weight, grad, by, held in _pieces(across, matrix.weight, matrix.grad, each, matrix.radius):
+            weight.addcmul_(grad, by)
+            if settings.fix_mean:
+                weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
+            stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
+            weight.mul_(stretch if held is None else stretch.mul_(held))
+        if idle is not None and kept is not None:
+            matrix.weight.index_copy_(across, idle, kept)
+        if matrix.parts:
+            here = [part.weight for part in matrix.parts]
+            torch._foreach_copy_(
+                here, list(matrix.weight.split_with_sizes([each.shape[across] for each in here], across))
+            )
+
+    single = [part for matrix in matrices for part in matrix.parts or (matrix,)]
+    counts = [matrix.average.shape[across] for matrix in single]
+    torch._foreach_copy_([matrix.average for matrix in single], list(_split(average, counts, across)))
+    for matrix in single:
+        assert matrix.job is not None
+        _views[matrix.job.state["grad_norm"]].version = matrix.job.parameter._version
+
+
+def _pieces(
+    across: int, weight: Tensor, grad: Tensor, factor: Tensor, radius: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Cut a matrix between neurons into pieces that stay in cache."""
+    total = weight.shape[across]
+    count = min(total, -(-weight.numel() // PIECE_ELEMENTS))
+    if count == 1:
+        yield weight, grad, factor, radius
+        return
+    for start in range(0, total, most := -(-total // count)):
+        cut = (across, start, min(most, total - start))
+        part = None if radius is None else radius.narrow(*cut)
+        yield weight.narrow(*cut), grad.narrow(*cut), factor.narrow(*cut), part
+
+
+def _without_gradient(matrix: _Matrix, length: Tensor, axis: int) -> Tensor:
+    """Return a mask of the neurons whose gradient is zero, not just its square."""
+    without_gradient = length == 0
+    return without_gradient if not bool(without_gradient.any()) else matrix.grad.abs().amax(axis, keepdim=True) == 0
+
+
+def _split(joined: Tensor, counts: list[int], axis: int) -> Sequence[Tensor]:
+    return [joined] if len(counts) == 1 else joined.split_with_sizes(counts, axis)
+
+
+def _join(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+
+
+def _norm(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
+    if axis == 1:
+        size: Tensor = torch.linalg.vector_norm(matrix, dim=1, keepdim=True)
+        return size
+    # torch's norm is not vectorised along columns; a product with ones is
+    return _sum(torch.mul(matrix, matrix, out=scratch[: matrix.numel()].view(matrix.shape)), axis).sqrt_()
+
+
+def _sum(matrix: Tensor, axis: int) -> Tensor:
+    if axis == 1:
+        return matrix.sum(1, keepdim=True)
+    return torch.mm(torch.ones(1, matrix.shape[0], dtype=matrix.dtype, device=matrix.device), matrix)

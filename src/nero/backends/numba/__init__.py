@@ -1,0 +1,1 @@
+"""Loops compiled for the CPU."""

@@ -1,0 +1,434 @@
+"""The compiled loops of the numba backend.
+
+Five sums over a neuron's elements (Σw, Σg, Σw², Σg² and Σwg) determine its turn: the turned and balanced
+neuron is a·w + b·g + c, with three numbers that follow from the sums. So a neuron is read once, and
+written while it is still in cache. Where the sums lose precision (a gradient of 1e25 or NaN, a constant
+neuron, a turn that cancels the weights), the neuron is turned in float64, as the rule is written.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from nero.rule import SCALE_AT_ORIGIN
+
+#: Elements summed in the weights' own precision; the sums of blocks are added in float64.
+BLOCK_ELEMENTS = 1024
+#: Columns turned together: their sums, and a few rows, should stay in cache.
+MAX_COLUMNS = 3072
+#: The distance between two kinds of sums of columns; not a power of two, which would collide in cache.
+SUMS_PITCH = MAX_COLUMNS + 16
+#: The least share of a neuron's square that the turn must leave for the sums to be precise.
+MIN_LEFT = 0.1
+
+RATES = np.dtype(
+    [
+        *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "eps", "low", "largest")),
+        *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
+    ]
+)
+
+
+class Cut(NamedTuple):
+    """Where a tensor's neurons lie, in elements from its start, and how many of them make a piece of work.
+
+    Neuron i starts at ``i // inner * outer_stride + i % inner * inner_stride``, and has ``segments`` runs of
+    ``run`` contiguous elements. Gains have no runs.
+    """
+
+    neurons: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    segments: int
+    segment_stride: int
+    run: int
+    each: int
+
+
+TASK = np.dtype(
+    [
+        *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
+        ("held", np.int64),  # the address of the radii, or of the scale of gains; 0 if the rates have it
+        *((name, np.int64) for name in Cut._fields),
+        ("pull", np.float64),
+    ]
+)
+
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+# sums in any order are vectorised; NaN and infinity keep their meaning
+compiled_vector = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+class Sums(NamedTuple):
+    """The five sums over a neuron's elements."""
+
+    w: float
+    g: float
+    ww: float
+    gg: float
+    wg: float
+
+
+class Turn(NamedTuple):
+    """A neuron's new ḡ, and its turn: w <- stretch * w + along * g + shift."""
+
+    ordinary: bool
+    average: float
+    stretch: float
+    along: float
+    shift: float
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:  # noqa: ARG001
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
+    """Read the number at an address and increment it, atomically."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        number = context.get_value_type(types.int64)
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], number.as_pointer()), number(1), "seq_cst")
+
+    return types.int64(types.int64), generate
+
+
+@compiled
+def _array(address, start, size, like):
+    return numba.carray(_pointer(address + start * like.itemsize), (size,), like.dtype)
+
+
+@compiled
+def do_pieces(tasks, ends, skipped, counter, rates, like):
+    """Take pieces of work until none is left."""
+    while True:
+        piece = _fetch(counter)
+        if piece >= ends[-1]:
+            return
+        number = np.searchsorted(ends, piece, side="right")
+        task = tasks[number]
+        part = piece - (ends[number - 1] if number else 0)
+        step = numba.carray(_pointer(task.step), (1,), np.float32)[0] + np.float32(1)
+        correction = math.sqrt(-math.expm1(step * rates[0].log_beta))
+        if task.run == 1 and task.inner_stride == 1:
+            lots = -(-task.inner // task.each)
+            first = part // lots * task.inner + part % lots * task.each
+            last = min(first + task.each, (part // lots + 1) * task.inner)
+            skipped[piece] = _turn_columns(task, first, last, correction, rates[0], like)
+            continue
+        first, last = part * task.each, min((part + 1) * task.each, task.neurons)
+        if task.run:
+            skipped[piece] = _turn_rows(task, first, last, correction, rates[0], like)
+        else:
+            skipped[piece] = _nudge(task, first, last, correction, rates[0], like)
+
+
+@compiled
+def count(tasks, ends, skipped):
+    """Count every task's step, and its skipped neurons."""
+    first = 0
+    for number in range(len(tasks)):
+        numba.carray(_pointer(tasks[number].step), (1,), np.float32)[0] += 1
+        total = numba.carray(_pointer(tasks[number].skipped), (1,), np.int64)
+        for piece in range(first, ends[number]):
+            total[0] += skipped[piece]
+        first = ends[number]
+
+
+@compiled
+def _nudge(task, first, last, correction, rates, like):
+    gains = _array(task.weight, first, last - first, like)
+    grads = _array(task.grad, first, last - first, like)
+    averages = _array(task.average, first, last - first, like)
+    reach = rates.lr * (_array(task.held, 0, 1, like)[0] if task.held else rates.scale)
+    least, skipped = rates.least, 0
+    for i in range(gains.size):
+        b = np.float64(gains[i])
+        g = grads[i] + task.pull * (b - 1) if task.pull != 0 else np.float64(grads[i])
+        if not abs(g) <= rates.largest:
+            skipped += 1
+            continue
+        averages[i] = _root(averages[i], g, rates)
+        corrected = averages[i] / correction
+        if g != 0 and corrected > 0 and reach != 0:
+            nudged = b - reach * (g / max(corrected, abs(g) * least))
+            if abs(nudged) <= rates.largest:
+                gains[i] = nudged
+    return skipped
+
+
+@compiled
+def _turn_rows(task, first, last, correction, rates, like):
+    """Turn neurons of contiguous elements.
+
+    Each neuron is written while the next is summed, which hides the latency of memory.
+    """
+    averages = _array(task.average, 0, task.neurons, like)
+    rounded = like.dtype.type
+    stretch, along, shift = rounded(0), rounded(0), rounded(0)
+    waiting, before, skipped = False, 0, 0
+    for neuron in range(first, last):
+        start = _start(task, neuron)
+        w, g, ww, gg, wg = 0.0, 0.0, 0.0, 0.0, 0.0
+        for segment in range(task.segments):
+            for begin in range(0, task.run, BLOCK_ELEMENTS):
+                size, offset = min(BLOCK_ELEMENTS, task.run - begin), segment * task.segment_stride + begin
+                weights = _array(task.weight, start + offset, size, like)
+                grads = _array(task.grad, start + offset, size, like)
+                if waiting:
+                    weights_before = _array(task.weight, before + offset, size, like)
+                    grads_before = _array(task.grad, before + offset, size, like)
+                    block = _write_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads)
+                else:
+                    block = _sum(weights, grads)
+                w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
+        radius = _radius(task, neuron, like)
+        turn = _turn(Sums(w, g, ww, gg, wg), task, averages[neuron], radius, correction, rates)
+        waiting, before = turn.ordinary, start
+        if waiting:
+            averages[neuron] = turn.average
+            stretch, along, shift = rounded(turn.stretch), rounded(turn.along), rounded(turn.shift)
+        else:
+            skipped += _turn_in_float64(task, neuron, correction, rates, like)
+    for segment in range(task.segments if waiting else 0):
+        at = before + segment * task.segment_stride
+        _write(_array(task.weight, at, task.run, like), _array(task.grad, at, task.run, like), stretch, along, shift)
+    return skipped
+
+
+@compiled_vector
+def _sum(weights, grads):
+    w = g = ww = gg = wg = weights.dtype.type(0)
+    for i in range(weights.size):
+        w += weights[i]
+        g += grads[i]
+        ww += weights[i] * weights[i]
+        gg += grads[i] * grads[i]
+        wg += weights[i] * grads[i]
+    return w, g, ww, gg, wg
+
+
+@compiled_vector
+def _write(weights, grads, stretch, along, shift):
+    for i in range(weights.size):
+        weights[i] = stretch * weights[i] + (along * grads[i] + shift)
+
+
+@compiled_vector
+def _write_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads):
+    w = g = ww = gg = wg = weights.dtype.type(0)
+    for i in range(weights.size):
+        weights_before[i] = stretch * weights_before[i] + (along * grads_before[i] + shift)
+        w += weights[i]
+        g += grads[i]
+        ww += weights[i] * weights[i]
+        gg += grads[i] * grads[i]
+        wg += weights[i] * grads[i]
+    return w, g, ww, gg, wg
+
+
+@compiled
+def _turn_columns(task, first, last, correction, rates, like):
+    """Turn neurons that are columns in memory, row by row."""
+    averages = _array(task.average, 0, task.neurons, like)
+    start, width = _start(task, first), last - first
+    sums, block = np.zeros(5 * SUMS_PITCH), np.empty(5 * SUMS_PITCH, like.dtype)
+    for begin in range(0, task.segments, BLOCK_ELEMENTS):
+        block[:] = 0
+        for row in range(begin, min(begin + BLOCK_ELEMENTS, task.segments)):
+            at = start + row * task.segment_stride
+            _sum_down(_array(task.weight, at, width, like), _array(task.grad, at, width, like), block)
+        sums += block
+
+    turns, odd, count = block, np.empty(width + 1, np.int64), 0
+    for i in range(width):
+        five = Sums(
+            sums[i], sums[i + SUMS_PITCH], sums[i + 2 * SUMS_PITCH], sums[i + 3 * SUMS_PITCH], sums[i + 4 * SUMS_PITCH]
+        )
+        radius = _radius(task, first + i, like)
+        turn = _turn(five, task, averages[first + i], radius, correction, rates)
+        if turn.ordinary:
+            averages[first + i] = turn.average
+            turns[i], turns[i + SUMS_PITCH], turns[i + 2 * SUMS_PITCH] = turn.stretch, turn.along, turn.shift
+        else:
+            odd[count] = i
+            count += 1
+    odd[count] = width
+
+    for row in range(task.segments):
+        begin, at = 0, start + row * task.segment_stride
+        for end in odd[: count + 1]:  # write the columns between two that need float64
+            weights = _array(task.weight, at + begin, end - begin, like)
+            _write_down(weights, _array(task.grad, at + begin, end - begin, like), turns[begin:])
+            begin = end + 1
+    skipped = 0
+    for i in odd[:count]:
+        skipped += _turn_in_float64(task, first + i, correction, rates, like)
+    return skipped
+
+
+@compiled_vector
+def _sum_down(weights, grads, sums):
+    for i in range(weights.size):
+        sums[i] += weights[i]
+        sums[i + SUMS_PITCH] += grads[i]
+        sums[i + 2 * SUMS_PITCH] += weights[i] * weights[i]
+        sums[i + 3 * SUMS_PITCH] += grads[i] * grads[i]
+        sums[i + 4 * SUMS_PITCH] += weights[i] * grads[i]
+
+
+@compiled_vector
+def _write_down(weights, grads, turns):
+    for i in range(weights.size):
+        weights[i] = turns[i] * weights[i] + (turns[i + SUMS_PITCH] * grads[i] + turns[i + 2 * SUMS_PITCH])
+
+
+@compiled
+def _start(task, neuron):
+    return neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
+
+
+@compiled
+def _radius(task, neuron, like):
+    return np.float64(_array(task.held, neuron, 1, like)[0]) if task.held else 1.0
+
+
+@compiled
+def _turn(sums, task, average, radius, correction, rates):
+    """Apply the rule to the sums; not ordinary if a value left its range or cancelled."""
+    fan_in, low, high = task.segments * task.run, rates.low, 1 / rates.low
+    average = math.sqrt(rates.beta * average * average + (1 - rates.beta) * sums.gg)
+    divisor = max(average, correction * rates.least * math.sqrt(sums.gg))
+    factor = rates.lr * (rates.scale if rates.scale != 0 else math.sqrt(sums.ww)) * correction / divisor
+    turned = sums.ww + factor * factor * sums.gg
+    mean = (sums.w - factor * sums.g) / fan_in if rates.fix_mean and fan_in != 2 else 0.0
+    left = turned - 2 * factor * sums.wg - fan_in * mean * mean
+    stretch = radius / math.sqrt(left) if rates.fix_norm else 1.0
+    # every comparison is false for NaN
+    ordinary = (
+        min(sums.ww, sums.gg) > fan_in * low
+        and max(sums.ww, sums.gg) < high
+        and left > MIN_LEFT * turned
+        and average < high
+        and low < stretch < high
+        and 0 < abs(factor * stretch) < high
+    )
+    return Turn(ordinary, average, stretch, -factor * stretch, -mean * stretch)
+
+
+@compiled
+def _turn_in_float64(task, neuron, correction, rates, like):
+    """Apply the rule to one neuron in float64; return whether it was skipped."""
+    fan_in, start, average = task.segments * task.run, _start(task, neuron), _array(task.average, neuron, 1, like)
+    if _is_zero(task, start, like):  # dead units, of which some networks have many
+        average[0] = _root(average[0], 0.0, rates)
+        return 0
+    g = _gather(task, task.grad, start, like)
+    rounded, length = like.dtype.type, _norm(g)
+    if not length <= rates.largest:
+        return 1
+    average[0] = _root(average[0], rounded(length), rates)
+    corrected = average[0] / correction
+    if not (length > 0 and corrected > 0 and rates.lr != 0):
+        return 0
+    divisor = max(corrected, length * rates.least)
+
+    w = _gather(task, task.weight, start, like)
+    size = rates.scale if rates.scale != 0 else _norm(w)
+    reach = rates.lr * (size if size != 0 else SCALE_AT_ORIGIN)
+    for i in range(fan_in):
+        w[i] -= reach * (g[i] / divisor)
+
+    peak = _peak(w)
+    if not 0 < peak <= rates.largest:
+        return 0
+    fix_mean = rates.fix_mean and fan_in != 2
+    stretch = 1.0
+    if fix_mean or rates.fix_norm:
+        w /= peak
+        stretch = peak
+        square = (w * w).sum()
+        if fix_mean:
+            w -= w.sum() / fan_in
+            left = (w * w).sum()
+            # the rounding error of a constant neuron is not a direction
+            if not left > (16 * rates.eps) ** 2 * square:
+                return 0
+            square = left
+        if rates.fix_norm:
+            stretch = _radius(task, neuron, like) / math.sqrt(square)
+        elif not peak < rates.largest / 2:
+            return 0
+    for segment in range(task.segments):
+        weights = _array(task.weight, start + segment * task.segment_stride, task.run, like)
+        for i in range(task.run):
+            weights[i] = w[segment * task.run + i] * stretch
+    return 0
+
+
+@compiled
+def _is_zero(task, start, like):
+    for segment in range(task.segments):
+        if _sum_of_sizes(_array(task.grad, start + segment * task.segment_stride, task.run, like)) != 0:
+            return False
+    return True
+
+
+@compiled_vector
+def _sum_of_sizes(elements):
+    total = elements.dtype.type(0)
+    for i in range(elements.size):
+        total += abs(elements[i])
+    return total
+
+
+@compiled
+def _root(average, length, rates):
+    """Update the running average; by hypot, which is slow, only if squares leave float64's range."""
+    average, length = np.float64(average), np.float64(length)
+    square = rates.beta * (average * average) + (1 - rates.beta) * (length * length)
+    if 1e-290 < square < 1e290:
+        return math.sqrt(square)
+    return math.hypot(math.sqrt(rates.beta) * average, math.sqrt(1 - rates.beta) * length)
+
+
+@compiled
+def _gather(task, address, start, like):
+    elements = np.empty(task.segments * task.run)
+    for segment in range(task.segments):
+        run = _array(address, start + segment * task.segment_stride, task.run, like)
+        for i in range(task.run):
+            elements[segment * task.run + i] = run[i]
+    return elements
+
+
+@compiled
+def _norm(elements):
+    """Compute a norm without overflow or underflow; infinite if any element is not finite."""
+    peak = _peak(elements)
+    if not 0 < peak < math.inf:
+        return peak
+    square = 0.0
+    for element in elements:
+        square += (element / peak) ** 2
+    return peak * math.sqrt(square)
+
+
+@compiled
+def _peak(elements):
+    peak = 0.0
+    for element in elements:
+        if not abs(element) < math.inf:
+            return math.inf
+        peak = max(peak, abs(element))
+    return peak

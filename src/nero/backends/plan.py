@@ -1,0 +1,97 @@
+"""Which backend steps which parameter."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from nero.backends import eager, foreach
+from nero.backends.available import numba_works
+from nero.backends.job import Group, Job, Settings, jobs_of, settings_of
+from nero.backends.triton.planner import Planner
+
+#: From this many elements on, numba's loops are worth the time to compile or load them.
+MIN_NUMBA_ELEMENTS = 1 << 20
+
+_PARAMS = itemgetter("params")
+
+
+def _step_numba(jobs: Sequence[Job], settings: Settings) -> None:
+    from nero.backends.numba import step  # imports numba, which takes seconds
+
+    step.step(jobs, settings)
+
+
+def _step_auto(jobs: Sequence[Job], settings: Settings) -> None:
+    elements = sum(job.parameter.numel() for job in jobs if job.parameter.is_cpu)
+    BACKENDS["numba" if elements >= MIN_NUMBA_ELEMENTS and numba_works() else "foreach"](jobs, settings)
+
+
+#: The backends that take jobs one group at a time. Triton steps all groups at once: see Plan.
+BACKENDS: dict[str, Callable[[Sequence[Job], Settings], None]] = {
+    "auto": _step_auto,
+    "eager": eager.step,
+    "foreach": foreach.step,
+    "numba": _step_numba,
+    "triton": foreach.step,  # what the kernels cannot follow, such as neurons of three strides
+}
+
+
+def step_eagerly(groups: Sequence[Group]) -> None:
+    """Step all groups by the plain rule, which a compiler traces and fuses."""
+    for group in groups:
+        eager.step(jobs_of(group), settings_of(group.options))
+
+
+class Plan:
+    """How all parameters of an optimiser are stepped. Built once, used until the parameters change.
+
+    Args:
+        param_groups: the optimiser's groups.
+        state: the optimiser's state.
+        groups: the same groups with only the parameters that have state.
+        before: the plan that this one replaces.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        state: Mapping[Tensor, dict[str, Any]],
+        groups: Sequence[Group],
+        before: "Plan | None" = None,
+    ) -> None:
+        self._counts = list(map(len, map(_PARAMS, param_groups)))
+        self._parameters: list[Tensor] = list(chain.from_iterable(map(_PARAMS, param_groups)))
+        self._states = list(state.values())
+        entered = {id(member.parameter) for group in groups for member in group.members}
+        self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
+        self._groups = groups
+        self._is_retired = False
+        self._triton = Planner(groups, None if before is None else before._triton)
+
+    def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether the optimiser still holds the same parameters and state, and none waits to enter."""
+        return (
+            not self._is_retired
+            and list(map(len, map(_PARAMS, param_groups))) == self._counts
+            and len(state) == len(self._states)
+            and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))
+            and all(map(is_, state.values(), self._states))
+            and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._idle)
+        )
+
+    def retire(self) -> None:
+        """Cover nothing any more: options have changed."""
+        self._is_retired = True
+
+    def step(self) -> None:
+        """Step every parameter that has a gradient."""
+        sweeps = self._triton.ready()
+        # build every job first, so that an error leaves all parameters unchanged
+        jobs = [jobs_of(group) for group in self._triton.rest]
+        self._triton.launch(sweeps)
+        for group, own in zip(self._groups, jobs, strict=True):
+            if own:
+                BACKENDS[group.options["backend"]](own, settings_of(group.options))

@@ -1,0 +1,439 @@
+"""Triton kernels: the rule in five sums over a neuron's entries.
+
+For weights w and gradient g the sums are Σw, Σg, Σw², Σg² and Σwg. The mean and the norm of what the
+step leaves, w - f g, follow from them, so a neuron that fits on the chip is read once and written
+once. Its sums are float32 where that will do. Where numbers are extreme or cancel, they are taken
+again in float64, which holds the square of any float32; so they are for neurons that are split.
+
+A *record* is a row of int64s about one tensor: where it and its state are, its shape, its constants
+(floats by their bits). ``changing`` begins with the addresses of the gradients, 0 where there is
+none. A *tile* is what one program works on; ``owners`` says whose it is.
+"""
+
+import triton
+import triton.language as tl
+
+from nero.rule import SCALE_AT_ORIGIN
+
+# the fields of a record
+WEIGHT = tl.constexpr(0)
+AVERAGE = tl.constexpr(1)
+STEP = tl.constexpr(2)
+SKIPPED = tl.constexpr(3)
+SCALE = tl.constexpr(4)  # of gains and biases; 0 if the group's number counts
+RADIUS = tl.constexpr(5)  # 0 for one
+NEURONS = tl.constexpr(6)
+FAN_IN = tl.constexpr(7)
+INNER = tl.constexpr(8)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
+INNER_STRIDE = tl.constexpr(9)
+OUTER_STRIDE = tl.constexpr(10)
+RUN = tl.constexpr(11)  # its entry k comes (k // RUN) * LEAP + (k % RUN) * STRIDE later
+STRIDE = tl.constexpr(12)
+LEAP = tl.constexpr(13)
+BETA = tl.constexpr(14)
+ONE_MINUS_BETA = tl.constexpr(15)  # 1 - β, which float32 would not tell from 0 if it were taken from β
+LOG_BETA = tl.constexpr(16)
+LEAST_DIVISOR = tl.constexpr(17)  # of what a gradient is divided by, as a share of its norm; 0 for none
+GIVEN_SCALE = tl.constexpr(18)  # 0 for the tensor's own
+PULL = tl.constexpr(19)
+GROUP = tl.constexpr(20)
+SHAPE = tl.constexpr(21)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
+FIRST_TILE = tl.constexpr(22)  # tile
+SUMS = tl.constexpr(23)  # where its neurons' sums begin, if they are split
+FIELDS = tl.constexpr(24)
+
+MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+#: (16 eps)², as in nero.balance.project: what rounding leaves of a neuron is no direction
+NO_DIRECTION = tl.constexpr((16 * 2.0**-23) ** 2)
+#: What rounding leaves of a square in float64.
+ROUNDING_LEFT = tl.constexpr(1e-14)
+ORIGIN_SCALE = tl.constexpr(SCALE_AT_ORIGIN)
+#: Gains and biases fill only this part of a tile, since each has numbers of its own to hold.
+GAIN_SHARE = tl.constexpr(8)
+#: Narrower neurons fill half of one.
+MIN_FULL_WIDTH = tl.constexpr(256)
+
+
+@triton.jit
+def _float(record, field: tl.constexpr):
+    return tl.load(record + field).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _pointer(record, field: tl.constexpr, dtype: tl.constexpr):
+    return tl.load(record + field).to(tl.pointer_type(dtype))
+
+
+@triton.jit
+def _offset(i, size, inner_stride, outer_stride):
+    """Where the i-th of a row of rows is; divided as int32, which takes a fraction of the time of int64."""
+    size = size.to(tl.int32)
+    return (i // size).to(tl.int64) * outer_stride + (i % size).to(tl.int64) * inner_stride
+
+
+@triton.jit
+def _neuron_offset(record, i):
+    inner_stride, outer_stride = tl.load(record + INNER_STRIDE), tl.load(record + OUTER_STRIDE)
+    return _offset(i, tl.load(record + INNER), inner_stride, outer_stride)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
+    """X in the dtype of the weights, rounded to nearest or as in nero.rounding."""
+    x = x.to(tl.float32)
+    if dtype != tl.float32:
+        largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
+        x = tl.where(tl.abs(x) <= MAX_FLOAT32, tl.minimum(tl.maximum(x, -largest), largest), x)
+    bits = x.to(tl.int32, bitcast=True)
+    if dtype == tl.bfloat16:  # by hand to nearest too, where Triton's interpreter would round down
+        carry = (tl.randint(noise, at) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
+        x = ((bits + carry) & -0x10000).to(tl.float32, bitcast=True)
+    elif STOCHASTIC:
+        exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is that of 2**-24
+        quantum = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        chance = (tl.randint(noise, at) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
+        size = tl.floor(tl.abs(x) * inverse + chance) * quantum
+        x = tl.where(bits < 0, -size, size)
+    return x.to(dtype)
+
+
+@triton.jit
+def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
+    """Count the step of every tensor that has a gradient, and work out η σ sqrt(1 - β^t) for it.
+
+    That is what is divided by ḡ; or by the norm of g times the least share, which is corrected alike.
+    """
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < tensors
+    inside &= tl.load(changing + i, inside, 0) != 0
+    record = records + i * FIELDS
+    step = tl.load(record + STEP, inside, 0).to(tl.pointer_type(tl.float32))
+    t = tl.load(step, inside, 0) + 1
+    tl.store(step, t, inside)
+    log_beta = tl.load(record + LOG_BETA, inside, 0).to(tl.float64, bitcast=True)
+    scale = tl.load(record + GIVEN_SCALE, inside, 0).to(tl.float64, bitcast=True)
+    own = tl.load(record + SCALE, inside, 0)
+    own_scale = tl.load(own.to(tl.pointer_type(tl.float32)), inside & (own != 0), 1).to(tl.float64)
+    scale = tl.where(scale > 0, scale, own_scale)
+    # the learning rate: a number, or a factor of one that lies in memory as a float32 or a float64
+    rate = changing + tensors + 3 * tl.load(record + GROUP, inside, 0)
+    single = tl.load(rate, inside, 0)
+    double = tl.load(rate + 1, inside, 0)
+    lr = tl.load(rate + 2, inside, 0).to(tl.float64, bitcast=True)
+    lr *= tl.load(single.to(tl.pointer_type(tl.float32)), inside & (single != 0), 1).to(tl.float64)
+    lr *= tl.load(double.to(tl.pointer_type(tl.float64)), inside & (double != 0), 1)
+    x = t.to(tl.float64) * log_beta
+    correction = tl.sqrt(tl.where(x > -1e-4, -x * (1 + x / 2 * (1 + x / 3)), 1 - tl.exp(x)))  # -expm1(x)
+    least = tl.load(record + LEAST_DIVISOR, inside, 0).to(tl.float64, bitcast=True)
+    tl.store(rates + 2 * i, lr * scale * correction, inside)
+    tl.store(rates + 2 * i + 1, least * correction, inside)
+
+
+@triton.jit
+def _solve(
+    w, g, ww, gg, wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN: tl.constexpr,
+    FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """The rule on a neuron's five sums, in their dtype.
+
+    Gives the new average; f, the mean and the stretch that make the new entries, (w - f g - mean) * stretch; whether
+    the neuron moves; whether its gradient is finite; and whether float32 would do for all this.
+    """
+    dtype: tl.constexpr = gg.dtype
+    beta, one_minus_beta, rate, least, old_average = (
+        beta.to(dtype), one_minus_beta.to(dtype), rate.to(dtype), least.to(dtype), old_average.to(dtype)
+    )  # fmt: skip
+    if dtype == tl.float64:
+        finite = gg <= MAX_FLOAT32 * MAX_FLOAT32
+    else:
+        finite = gg <= MAX_FLOAT32
+    average = tl.where(finite, tl.sqrt(beta * old_average * old_average + one_minus_beta * gg), old_average).to(
+        tl.float32
+    )
+    moving = finite & (gg > 0) & (average > 0)
+    size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), ORIGIN_SCALE)
+    divisor = tl.maximum(average.to(dtype), least * tl.sqrt(gg))
+    f = tl.where(moving, rate * size / tl.where(moving, divisor, 1.0), 0.0)
+    moving &= f != 0  # as it is with lr=0
+    # w - f g, and then without its mean
+    terms = ww + f * f * gg
+    square = terms - 2 * f * wg
+    if FIX_MEAN:
+        mean = tl.where(fan_in > 2, (w - f * g) / fan_in, 0.0)
+    else:
+        mean = tl.zeros_like(f)
+    left = square - fan_in * mean * mean
+    moving &= left > ROUNDING_LEFT * terms
+    if FIX_MEAN:
+        moving &= left > NO_DIRECTION * square
+    if FIX_NORM:
+        stretch = radius / tl.sqrt(tl.where(moving, left, 1.0))
+    else:
+        moving &= tl.sqrt(square) < MAX_FLOAT32 / 2
+        stretch = tl.zeros_like(f) + 1.0
+    ordinary = (gg > 1e-30) & (gg < 1e30) & (ww > 1e-30) & (ww < 1e30) & (old_average < 1e15) & (left > 0.25 * terms)
+    return average, f, mean, stretch, moving, finite, ordinary
+
+
+@triton.jit
+def _turn_tile(
+    record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Turn as many whole neurons as fit on the chip: in float32 if that will do, or else in float64."""
+    ROWS: tl.constexpr = TILE // WIDTH if WIDTH >= MIN_FULL_WIDTH else TILE // 2 // WIDTH
+    SLICE: tl.constexpr = max(1, WIDTH // 8)
+    weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))  # inside, for the hint below to hold
+    grad = grad.to(tl.pointer_type(G))
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    neurons = tl.load(record + NEURONS).to(tl.int32)
+    inner = tl.load(record + INNER).to(tl.int32)
+    inner_stride = tl.load(record + INNER_STRIDE)
+    outer_stride = tl.load(record + OUTER_STRIDE)
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+        grad = tl.multiple_of(grad, 16)
+        fan_in = tl.multiple_of(fan_in, 8)
+        inner_stride = tl.multiple_of(inner_stride, 8)
+        outer_stride = tl.multiple_of(outer_stride, 8)
+    i = tile * ROWS + tl.arange(0, ROWS)
+    inside = i < neurons
+    starts = (i // inner) * outer_stride + (i % inner) * inner_stride
+    k = tl.arange(0, WIDTH)
+    entries = inside[:, None] & (k < fan_in)[None, :]
+    at = starts[:, None] + k[None, :]
+    g = tl.load(grad + at, entries, 0).to(tl.float32)
+    w = tl.load(weight + at, entries, 0).to(tl.float32)
+    averages = _pointer(record, AVERAGE, tl.float32) + i
+    old_average = tl.load(averages, inside, 0)
+    beta = _float(record, BETA)
+    one_minus_beta = _float(record, ONE_MINUS_BETA)
+    radius = tl.full([ROWS], 1.0, tl.float32)
+    if FIX_NORM == 2:
+        radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, inside, 1)
+
+    square = tl.sum(g * g, 1)
+    average, f, mean, stretch, moving, _, ordinary = _solve(
+        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), old_average, fan_in, beta, one_minus_beta,
+        rate, least, radius, FIX_MEAN, FIX_NORM, SCALED,
+    )  # fmt: skip
+    out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
+    # what does not move is written as it was read: a mask by neuron would part what is written in one go
+    out = tl.where((moving & ordinary)[:, None], out, w)
+    where = i[:, None] * fan_in + k[None, :]
+    tl.store(weight + at, _rounded(out, W, noise, where, STOCHASTIC), entries)
+    tl.store(averages, average, inside & ordinary)
+    inside &= ~ordinary
+    if tl.sum(inside.to(tl.int32), 0) > 0:
+        # units that are dead, of which some networks have many, have no gradient at all: their averages fade
+        peak = tl.zeros([ROWS], tl.float32)
+        for slice in range(WIDTH // SLICE):
+            ks = slice * SLICE + tl.arange(0, SLICE)
+            some = inside[:, None] & (ks < fan_in)[None, :]
+            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
+            peak = tl.maximum(peak, tl.max(tl.abs(gs), 1))
+        dead = (square == 0) & (peak == 0)
+        tl.store(averages, (old_average.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), inside & dead)
+        inside &= ~dead
+    if tl.sum(inside.to(tl.int32), 0) > 0:
+        sum_w = tl.zeros([ROWS], tl.float64)
+        sum_g = tl.zeros([ROWS], tl.float64)
+        sum_ww = tl.zeros([ROWS], tl.float64)
+        sum_gg = tl.zeros([ROWS], tl.float64)
+        sum_wg = tl.zeros([ROWS], tl.float64)
+        for slice in range(WIDTH // SLICE):
+            ks = slice * SLICE + tl.arange(0, SLICE)
+            some = inside[:, None] & (ks < fan_in)[None, :]
+            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            sum_w += tl.sum(ws, 1)
+            sum_g += tl.sum(gs, 1)
+            sum_ww += tl.sum(ws * ws, 1)
+            sum_gg += tl.sum(gs * gs, 1)
+            sum_wg += tl.sum(ws * gs, 1)
+        average_, f_, mean_, stretch_, moving_, finite, _ = _solve(
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM,
+            SCALED,
+        )  # fmt: skip
+        for slice in range(WIDTH // SLICE):
+            ks = slice * SLICE + tl.arange(0, SLICE)
+            some = inside[:, None] & (ks < fan_in)[None, :]
+            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            outs = (ws - f_[:, None] * gs - mean_[:, None]) * stretch_[:, None]
+            wheres = i[:, None] * fan_in + ks[None, :]
+            outs = _rounded(outs, W, noise, wheres, STOCHASTIC)
+            tl.store(weight + (starts[:, None] + ks[None, :]), outs, some & moving_[:, None])
+        tl.store(averages, average_, inside)
+        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
+        if skipped > 0:
+            tl.atomic_add(_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+
+
+@triton.jit
+def _nudge_tile(
+    record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Nudge gains or biases."""
+    i = tile * (TILE // GAIN_SHARE) + tl.arange(0, TILE // GAIN_SHARE)
+    inside = i < tl.load(record + NEURONS)
+    at = _neuron_offset(record, i)
+    weight = _pointer(record, WEIGHT, W) + at
+    b = tl.load(weight, inside, 0).to(tl.float64)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, inside, 0).to(tl.float64)
+    pull = _float(record, PULL)
+    if pull != 0:
+        g += pull * (b - 1)
+    averages = _pointer(record, AVERAGE, tl.float32) + i
+    old_average = tl.load(averages, inside, 0).to(tl.float64)
+    beta = _float(record, BETA)
+    one_minus_beta = _float(record, ONE_MINUS_BETA)
+    finite = tl.abs(g) <= MAX_FLOAT32
+    average = tl.where(finite, tl.sqrt(beta * old_average * old_average + one_minus_beta * g * g), old_average).to(
+        tl.float32
+    )
+    moving = inside & finite & (average > 0)
+    divisor = tl.maximum(average.to(tl.float64), least * tl.abs(g))
+    change = rate * g / tl.where(moving, divisor, 1.0)
+    out = b - change
+    moving &= (change != 0) & (tl.abs(out) <= MAX_FLOAT32)
+    tl.store(weight, _rounded(out, W, noise, i, STOCHASTIC), moving)
+    tl.store(averages, average, inside)
+    skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
+    if skipped > 0:
+        tl.atomic_add(_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+
+
+@triton.jit
+def step(
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """One tile of gains, of biases or of whole neurons. ``SHAPES`` has a bit for each shape of tile there is."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    rate = tl.load(rates + 2 * owner)
+    least = tl.load(rates + 2 * owner + 1)
+    shape = tl.load(record + SHAPE)
+    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
+    if STOCHASTIC:
+        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+    for each in tl.static_range(0, 2 * 15):
+        if (SHAPES >> each) & 1:
+            if shape == each:
+                if each == 0:
+                    _nudge_tile(record, grad, rate, least, noise, tile, W, G, TILE, STOCHASTIC)
+                else:
+                    _turn_tile(
+                        record, grad, rate, least, noise, tile, W, G, TILE, 1 << (each // 2), each % 2, FIX_MEAN,
+                        FIX_NORM, SCALED, STOCHASTIC,
+                    )  # fmt: skip
+
+
+@triton.jit
+def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr):
+    """Which entries of which neurons a piece of split neurons is made of."""
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    pieces = tl.cdiv(fan_in, BK)
+    i = (tile // pieces) * BN + tl.arange(0, BN)
+    k = (tile % pieces) * BK + tl.arange(0, BK)
+    starts = _neuron_offset(record, i)
+    steps = _offset(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
+    axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis, if it is they that lie side by side
+    at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
+    where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
+    inside = i < tl.load(record + NEURONS)
+    entries = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
+    return i, inside, at, where, entries
+
+
+@triton.jit
+def measure(
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STRIDED: tl.constexpr,
+):  # fmt: skip
+    """The sums over a piece of neurons that are too long for a program, or lie across memory."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
+    i, inside, at, _, entries = _piece(record, tile, BN, BK, STRIDED)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
+    w = tl.load(_pointer(record, WEIGHT, W) + at, entries, 0).to(tl.float64)
+    axis: tl.constexpr = 0 if STRIDED else 1
+    pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
+    piece = tile % pieces
+    to = sums + tl.load(record + SUMS) + (piece * tl.load(record + NEURONS) + i) * 6
+    tl.store(to, tl.sum(w, axis), inside)
+    tl.store(to + 1, tl.sum(g, axis), inside)
+    tl.store(to + 2, tl.sum(w * w, axis), inside)
+    tl.store(to + 3, tl.sum(g * g, axis), inside)
+    tl.store(to + 4, tl.sum(w * g, axis), inside)
+    # the average of old_average, since the next launch overwrites it while others still want it
+    old_average = tl.load(_pointer(record, AVERAGE, tl.float32) + i, inside, 0).to(tl.float64)
+    if piece > 0:
+        old_average *= 0.0
+    tl.store(to + 5, old_average, inside)
+
+
+@triton.jit
+def turn(
+    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STRIDED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Turn a piece of neurons that have been measured."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
+    i, inside, at, where, entries = _piece(record, tile, BN, BK, STRIDED)
+    neurons = tl.load(record + NEURONS)
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    pieces = tl.cdiv(fan_in, BK)
+    sum_w = tl.zeros([BN], tl.float64)
+    sum_g = tl.zeros([BN], tl.float64)
+    sum_ww = tl.zeros([BN], tl.float64)
+    sum_gg = tl.zeros([BN], tl.float64)
+    sum_wg = tl.zeros([BN], tl.float64)
+    old_average = tl.zeros([BN], tl.float64)
+    for piece in range(pieces):
+        of = sums + tl.load(record + SUMS) + (piece * neurons + i) * 6
+        sum_w += tl.load(of, inside, 0)
+        sum_g += tl.load(of + 1, inside, 0)
+        sum_ww += tl.load(of + 2, inside, 0)
+        sum_gg += tl.load(of + 3, inside, 0)
+        sum_wg += tl.load(of + 4, inside, 0)
+        old_average += tl.load(of + 5, inside, 0)
+    radius = tl.full([BN], 1.0, tl.float32)
+    if FIX_NORM == 2:
+        radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, inside, 1)
+    average, f, mean, stretch, moving, finite, _ = _solve(
+        sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, _float(record, BETA),
+        _float(record, ONE_MINUS_BETA),
+        tl.load(rates + 2 * owner), tl.load(rates + 2 * owner + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
+    )  # fmt: skip
+    axis: tl.constexpr = 0 if STRIDED else 1
+    weight = _pointer(record, WEIGHT, W) + at
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
+    w = tl.load(weight, entries, 0).to(tl.float64)
+    out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
+    if STOCHASTIC:
+        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+    tl.store(weight, _rounded(out, W, noise, where, STOCHASTIC), entries & tl.expand_dims(moving, axis))
+    if tile % pieces == 0:
+        tl.store(_pointer(record, AVERAGE, tl.float32) + i, average, inside)
+        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
+        if skipped > 0:
+            tl.atomic_add(_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))

@@ -1,0 +1,105 @@
+"""Deals parameters out to Triton sweeps, one per device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nero.backends.available import check_backend, triton_works, why_not_triton
+from nero.backends.job import Group, Member, has_compiled_state, job_of, settings_of
+from nero.backends.layout import layout_of
+from nero.backends.triton.sweep import Sweep
+from nero.backends.triton.tables import Line
+
+
+class Planner:
+    """The sweeps of all groups, and the members that are left to other backends.
+
+    Args:
+        groups: the groups to step.
+        before: the planner that this one replaces.
+
+    Attributes:
+        rest: the groups, with only the members that no sweep steps.
+    """
+
+    def __init__(self, groups: Sequence[Group], before: "Planner | None" = None) -> None:
+        self._groups = groups
+        self._sweeps: list[Sweep] = []
+        self._captured = [] if before is None else before._retired()
+        self._deal()
+
+    def ready(self) -> list[tuple[Sweep, list[int]]]:
+        """Pair every sweep with the addresses of its gradients; deal anew if tensors have changed."""
+        found = [sweep.look() for sweep in self._sweeps]
+        if any(addresses is None for addresses in found) or self._can_join():
+            self._captured = self._retired()
+            self._deal()
+            found = [sweep.look() for sweep in self._sweeps]
+        return [(sweep, found_at) for sweep, found_at in zip(self._sweeps, found, strict=True) if found_at is not None]
+
+    def launch(self, ready: Sequence[tuple[Sweep, list[int]]]) -> None:
+        """Launch the sweeps, each with the addresses of its gradients."""
+        if not ready:
+            return
+        rates = [
+            (group.options["lr"], (-1.0 if group.options["maximize"] else 1.0) / float(group.options["depth"]))
+            for group in self._groups
+        ]
+        for sweep, addresses in ready:
+            sweep.launch(addresses, rates)
+
+    def _deal(self) -> None:
+        lines: dict[torch.device, list[Line]] = {}
+        self.rest: list[Group] = []
+        for number, group in enumerate(self._groups):
+            left = []
+            for member in group.members:
+                line = line_of(member, group.options, number)
+                if line is None:
+                    left.append(member)
+                else:
+                    lines.setdefault(member.parameter.device, []).append(line)
+            self.rest.append(Group(group.options, left))
+        if lines and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
+        self._sweeps = [Sweep(device_lines) for device_lines in lines.values()]
+
+    def _can_join(self) -> bool:
+        """Return whether a member of the rest has become one that a sweep could step."""
+        return any(
+            line_of(member, group.options, number) is not None
+            for number, group in enumerate(self.rest)
+            if group.options["backend"] in ("auto", "triton")
+            for member in group.members
+            if member.parameter.is_cuda or group.options["backend"] == "triton"
+        )
+
+    def _retired(self) -> list[Sweep]:
+        """Return the sweeps whose tables a CUDA graph still uses."""
+        return self._captured + [sweep for sweep in self._sweeps if sweep.captured]
+
+
+def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | None:
+    """Make the line of a member in a sweep; ``None`` if the kernels cannot step it.
+
+    Raises:
+        ValueError: if the backend was chosen by name and cannot step the member's dtype, device or gradient.
+    """
+    parameter = member.parameter
+    is_chosen = options["backend"] == "triton"
+    if not parameter.numel() or not (
+        is_chosen or (options["backend"] == "auto" and parameter.is_cuda and triton_works(parameter.device))
+    ):
+        return None
+    grad = parameter.grad if parameter.requires_grad else None
+    tensors = [parameter] if grad is None else [parameter, grad]
+    if any(map(why_not_triton, tensors)):
+        if is_chosen and parameter.requires_grad:
+            check_backend("triton", member.name, *tensors)
+        return None
+    job = job_of(member, parameter if grad is None else grad, options)
+    layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
+    if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_compiled_state(job):
+        return None
+    return Line(parameter, job, layout, settings_of(options), group)

@@ -1,0 +1,52 @@
+"""The kernel of :mod:`nero.backends.triton.project`; it imports Triton."""
+
+import triton
+import triton.language as tl
+
+MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+#: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
+NO_DIRECTION = tl.constexpr((16 * 2.0**-23) ** 2)
+#: nero.rule.rounding_error(torch.float32): a neuron this near to its projection is left as it is.
+ROUNDING_ERROR = tl.constexpr(17 * 2.0**-23)
+
+
+@triton.jit
+def project(
+    weight, radii, fan_in, row_stride, radius, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, RADII: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Project one neuron, unless it is balanced already or has no projection."""
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, WIDTH)
+    inside = k < fan_in
+    at = weight + i * row_stride + k
+    w = tl.load(at, inside, 0.0)
+    size = tl.abs(w)
+    peak = tl.max(size, 0)
+    nonfinite = tl.sum((~(size <= MAX_FLOAT32)).to(tl.int32), 0)
+    possible = (peak > 0) & (nonfinite == 0)
+    unit = tl.div_rn(w, tl.where(possible, peak, 1.0) + tl.zeros([WIDTH], tl.float32))
+    square = tl.sum(unit * unit, 0)
+    whole = square
+    drift = square * 0.0  # the squared distance to zero mean, in units of the peak
+    if FIX_MEAN:
+        mean = tl.sum(unit, 0) / fan_in
+        drift = fan_in * mean * mean
+        unit = tl.where(inside, unit - mean, 0.0)
+        left = tl.sum(unit * unit, 0)
+        possible = possible & (left > NO_DIRECTION * square)
+        square = left
+    norm = tl.sqrt_rn(tl.where(possible, square, 1.0))
+    if FIX_NORM:
+        if RADII:
+            radius = tl.load(radii + i)
+        target = radius / peak
+        off = (norm - target) * (norm - target) + drift
+        unit *= radius / norm
+    else:
+        possible = possible & (peak < MAX_FLOAT32 / 2)
+        target = tl.sqrt_rn(whole)
+        off = drift
+        unit = unit * peak
+    moving = possible & (off > (ROUNDING_ERROR * target) * (ROUNDING_ERROR * target))
+    tl.store(at, tl.where(moving, unit, w), inside)

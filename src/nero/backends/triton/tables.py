@@ -1,0 +1,233 @@
+"""The tables of a sweep: one record per tensor, and the launches that step them."""
+
+import math
+import struct
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nero.backends.job import Job, Settings
+from nero.backends.layout import Layout
+
+#: Elements per program: its warps, and its registers per thread where Triton's own choice would let too few
+#: programs run at once. A tensor gets the first tile that holds a neuron.
+TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
+#: Elements per program for neurons that are split: longer than the largest tile, or strided in memory.
+SPLIT_TILE = 8192
+#: Neurons side by side in a split tile of strided neurons: one cache line of float32.
+SPLIT_NEURONS = 32
+
+
+class Line(NamedTuple):
+    """A parameter in a sweep. Its job's gradient may be a stand-in; ``group`` selects the learning rate."""
+
+    parameter: Tensor
+    job: Job
+    layout: Layout
+    settings: Settings
+    group: int
+
+
+class Split(NamedTuple):
+    """The shape of a split tile, and whether neurons lie side by side in memory."""
+
+    neurons: int
+    elements: int
+    is_strided: bool
+
+
+class Kind(NamedTuple):
+    """What two tensors must share to be in one launch."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    stochastic: bool
+    tile: int
+    split: Split | None
+    fix_mean: bool
+    fix_norm: int
+    scaled: bool
+
+
+@dataclass(slots=True)
+class Launch:
+    """Programs of one kernel that differ only in the tensors they work on."""
+
+    kernel: Any
+    programs: int
+    constants: dict[str, Any]
+    warps: int
+    registers: int | None = None
+    compiled: Callable[..., object] | None = None
+
+    def __call__(self, stream: int, tables: Sequence[Tensor | int], addresses: Sequence[int]) -> None:
+        """Launch on tables; from the second time on by their addresses, without Triton's argument handling."""
+        if self.compiled is None:
+            options = {"num_warps": self.warps}
+            if self.registers and torch.version.hip is None:
+                options["maxnreg"] = self.registers
+            compiled = self.kernel[(self.programs,)](*tables, **self.constants, **options)
+            self.compiled = None if compiled is None else compiled[(self.programs, 1, 1)]
+        else:
+            self.compiled(*addresses, *self.constants.values(), stream=stream)
+
+
+class Tables(NamedTuple):
+    """The tables of a sweep on its device, and its launches, each with the owners of its programs."""
+
+    records: Tensor
+    rates: Tensor
+    sums: Tensor
+    count: Launch
+    launches: list[tuple[Launch, Tensor]]
+
+
+def is_aligned(line: Line) -> bool:
+    """Return whether a neuron's elements can be read sixteen bytes at a time."""
+    addresses = (line.job.parameter.data_ptr(), line.job.grad.data_ptr())
+    strides = (line.layout.fan_in, line.layout.inner_stride, line.layout.outer_stride)
+    return not any(address % 16 for address in addresses) and not any(stride % 8 for stride in strides)
+
+
+def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.device) -> Tables:
+    """Write a record for every tensor, and deal the tensors out to launches and programs."""
+    from nero.backends.triton import kernels
+
+    records: list[list[int]] = [[] for _ in lines]
+    launches: list[tuple[Launch, Tensor]] = []
+    sums = 0
+    for kind, members in _by_kind(lines).items():
+        owners, shapes = array("i"), 0
+        for i in members:
+            line = lines[i]
+            shape, programs, pieces = _tiling(line, kind, aligned[i])
+            records[i] = _record(line, shape, len(owners), sums)
+            owners.extend([i] * programs)
+            shapes |= 1 << shape
+            sums += 6 * line.layout.neurons * pieces
+        on_device = _placed(torch.frombuffer(owners, dtype=torch.int32), device)
+        launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
+    words = array("q", [word for record in records for word in record])
+    return Tables(
+        _placed(torch.frombuffer(words, dtype=torch.int64), device),
+        torch.empty(2 * len(lines), dtype=torch.float64, device=device),
+        torch.empty(sums, dtype=torch.float64, device=device),
+        Launch(kernels.count, -(-len(lines) // 128), {"BLOCK": 128}, 4),
+        launches,
+    )
+
+
+def bits(number: float) -> int:
+    """Return the bits of a double as an int64."""
+    (word,) = struct.unpack("q", struct.pack("d", number))
+    return int(word)
+
+
+def _by_kind(lines: Sequence[Line]) -> dict[Kind, list[int]]:
+    """Group the indices of lines by kind."""
+    by_kind: dict[Kind, list[int]] = {}
+    for i in sorted(range(len(lines)), key=lambda i: not lines[i].job.axes):  # gains and biases last
+        kind = _kind(lines[i])
+        if not lines[i].job.axes:  # constraints do not apply to them, so they join the first launch that fits
+            kind = next((other for other in by_kind if other[:4] == kind[:4] and not other.split), kind)
+        by_kind.setdefault(kind, []).append(i)
+    return by_kind
+
+
+def _kind(line: Line) -> Kind:
+    job, layout, settings = line.job, line.layout, line.settings
+    tile, split = min(TILES), None
+    if job.axes:
+        is_contiguous = layout.run == layout.fan_in and layout.stride == 1
+        if is_contiguous and layout.fan_in <= max(TILES):
+            tile = next(size for size in TILES if size >= layout.fan_in)
+        else:
+            tile = SPLIT_TILE
+            if layout.inner_stride < layout.stride and layout.inner > 1:
+                split = Split(SPLIT_NEURONS, SPLIT_TILE // SPLIT_NEURONS, True)
+            else:
+                length = min(SPLIT_TILE, 1 << (layout.fan_in - 1).bit_length())
+                split = Split(SPLIT_TILE // length, length, False)
+    return Kind(
+        job.parameter.dtype,
+        job.grad.dtype,
+        settings.rounding == "stochastic" and job.parameter.dtype != torch.float32,
+        tile,
+        split,
+        settings.fix_mean,
+        2 if settings.fix_norm == "initial" else int(bool(settings.fix_norm)),
+        settings.scale is not None,
+    )
+
+
+def _tiling(line: Line, kind: Kind, aligned: bool) -> tuple[int, int, int]:
+    """Return the shape code of a tensor's tiles, its number of programs, and its pieces per neuron."""
+    from nero.backends.triton import kernels
+
+    layout = line.layout
+    if kind.split is not None:
+        pieces = -(-layout.fan_in // kind.split.elements)
+        return 0, -(-layout.neurons // kind.split.neurons) * pieces, pieces
+    if not line.job.axes:
+        return 0, -(-layout.neurons // (kind.tile // kernels.GAIN_SHARE.value)), 0
+    log_width = max(2, (layout.fan_in - 1).bit_length())
+    elements = kind.tile if 1 << log_width >= kernels.MIN_FULL_WIDTH.value else kind.tile // 2
+    return 2 * log_width + aligned, -(-layout.neurons // (elements >> log_width)), 0
+
+
+def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int]:
+    """Write a tensor's record, in the order of the fields in kernels.py."""
+    from nero.backends.triton import kernels
+
+    job, settings = line.job, line.settings
+    record = [
+        job.parameter.data_ptr(),
+        *(job.state[key].data_ptr() for key in ("grad_norm", "step", "skipped")),
+        *(job.state[key].data_ptr() if key in job.state else 0 for key in ("scale", "radius")),
+        *line.layout,
+        bits(settings.beta),
+        bits(1 - settings.beta),
+        bits(math.log(settings.beta) if settings.beta else -math.inf),
+        bits(1 / settings.longest),
+        bits(settings.scale or 0.0),
+        bits(job.pull),
+        line.group,
+        shape,
+        first_tile,
+        first_sum,
+    ]
+    assert len(record) == kernels.FIELDS.value
+    return record
+
+
+def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
+    import triton.language as tl
+
+    from nero.backends.triton import kernels
+
+    names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    dtypes = {"W": names[kind.dtype], "G": names[kind.grad_dtype]}
+    options = {
+        "FIX_MEAN": kind.fix_mean,
+        "FIX_NORM": kind.fix_norm,
+        "SCALED": kind.scaled,
+        "STOCHASTIC": kind.stochastic,
+    }
+    warps, registers = TILES[kind.tile]
+    if kind.split is None:
+        constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options}
+        return [Launch(kernels.step, programs, constants, warps, registers)]
+    tile = dtypes | dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True))
+    return [
+        Launch(kernels.measure, programs, tile, warps),
+        Launch(kernels.turn, programs, {**tile, **options}, warps),
+    ]
+
+
+def _placed(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a table to the device without waiting for it."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.clone()

@@ -1,0 +1,107 @@
+"""Validate and load a ``state_dict``: errors for a checkpoint of another model or optimiser."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nero.groups import name_of, role_in
+from nero.options import LATER, OPTIONS, check_options
+from nero.roles import Role
+from nero.rule import statistics_dtype
+from nero.state import state_shape
+
+
+def groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge saved groups with the optimiser's own: its backend and roles stay, and so does a depth already counted."""
+    own_keys = ("backend", "role", "fan_in_axes", "fan_in_groups")
+    merged = []
+    for saved, own in zip(saved_groups, groups, strict=True):
+        depth = saved.get("depth", 1.0)
+        if depth == "auto" and own["depth"] != 1:
+            depth = own["depth"]
+        merged.append({**saved, **{key: own[key] for key in own_keys}, "depth": depth})
+    return merged
+
+
+@torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
+def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """Return a checkpoint's state by parameter, on its device and in the right dtypes.
+
+    Args:
+        incoming: the result of an optimiser's ``state_dict``.
+        groups: the groups of the optimiser that loads it.
+
+    Raises:
+        ValueError: if the checkpoint is of another model or optimiser.
+    """
+    saved_groups, saved_state = _checked_groups(incoming, groups)
+    loaded = {}
+    for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
+        if missing := set(OPTIONS) - set(saved) - set(LATER):
+            raise ValueError(
+                f"group {number} of the checkpoint lacks the options {sorted(missing)}: it is of another optimiser, or "
+                "of another version of nero.Nero; if so, add them to its param_groups"
+            )
+        check_options({**{name: OPTIONS[name].default for name in LATER}, **saved})
+        for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
+            name = name_of(groups, own, index)
+            saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
+            if "param_names" in own and saved_name != name:
+                raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
+            role, saved_role = role_in(own, parameter), role_in(saved, parameter)
+            if saved_role != role:
+                raise ValueError(
+                    f"{name} holds {saved_role} in the checkpoint, and {role} in this optimiser: build it with the "
+                    "same roles"
+                )
+            if saved_state.get(key):  # empty if someone read the state of a frozen parameter
+                loaded[parameter] = _loaded_entry(name, parameter, role, saved_state[key])
+    return loaded
+
+
+def _checked_groups(
+    incoming: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
+    saved_groups, saved_state = incoming.get("param_groups"), incoming.get("state")
+    if not isinstance(saved_state, Mapping) or not isinstance(saved_groups, list):
+        raise ValueError("not an optimiser's state_dict: it lacks 'state' or 'param_groups'")
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved_groups):
+        raise ValueError("not an optimiser's state_dict: one of its groups lacks 'params'")
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
+    if sizes != own_sizes:
+        raise ValueError(
+            f"the checkpoint has groups of {sizes} parameters, this optimiser of {own_sizes}: it is of another model, "
+            "or the groups were made in another way"
+        )
+    return saved_groups, saved_state
+
+
+def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Any]:
+    """Return one parameter's state; keys that are not Nero's are copied as they are."""
+    shape = state_shape(parameter, role)
+    wanted = {"step": (), "grad_norm": shape, "skipped": (), **({} if role.kind == "neuron" else {"scale": ()})}
+    if not isinstance(entry, Mapping) or not set(wanted) <= set(entry):
+        found = sorted(entry) if isinstance(entry, Mapping) else repr(entry)
+        raise ValueError(
+            f"the checkpoint's state of {name} has {found}, but {sorted(wanted)} are needed: it is of another "
+            "optimiser or model"
+        )
+    wanted["radius"] = shape  # optional: only fix_norm="initial" has it
+    dtypes = {"step": torch.float32, "skipped": torch.int64}
+    state: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key not in wanted:
+            state[key] = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
+            continue
+        tensor = torch.as_tensor(value).detach()
+        if tuple(tensor.shape) != wanted[key]:
+            raise ValueError(
+                f"the checkpoint's {key} of {name} has the shape {tuple(tensor.shape)}, but {wanted[key]} is needed: "
+                "it is of another model"
+            )
+        dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
+        state[key] = tensor.to(device=parameter.device, dtype=dtype, copy=True)
+    return state

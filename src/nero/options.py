@@ -1,0 +1,90 @@
+"""The options of a parameter group: every name, default, check and error message, once."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch import Tensor
+
+from nero.scalars import as_float
+
+Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
+FixNorm: TypeAlias = bool | Literal["initial"]
+OnNonfinite: TypeAlias = Literal["skip", "raise"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a group: its default, and what it accepts, as a predicate and in words."""
+
+    default: object
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+def _number(default: float, accepts: Callable[[float], bool], expected: str, also: object = ()) -> Option:
+    return Option(
+        default,
+        lambda value: (also != () and value == also) or (not isinstance(value, Tensor) and accepts(as_float(value))),
+        expected,
+    )
+
+
+def _choice(default: object, *choices: object) -> Option:
+    # identity, so that 1 is not taken for True; strings may be equal without being identical
+    return Option(
+        default,
+        lambda value: any(value is choice or (isinstance(value, str) and value == choice) for choice in choices),
+        f"one of {list(choices)}",
+    )
+
+
+#: Every option of a group, in the order of the signature of :class:`nero.Nero`. The last three come from
+#: :func:`nero.param_groups`; their values are checked against the shapes of parameters by :meth:`nero.Role.on`.
+OPTIONS: dict[str, Option] = {
+    "lr": _number(0.01, lambda x: 0 <= x < math.inf, "finite and not negative, like 0.01"),
+    "beta": _number(0.999, lambda x: 0 <= x < 1, "in [0, 1), like 0.999"),
+    "longest_step": _number(math.inf, lambda x: x >= 1, "at least 1, like 3, or math.inf"),
+    "fix_mean": _choice(True, True, False),
+    "fix_norm": _choice(True, True, False, "initial"),
+    "scale": _number(None, lambda x: 0 < x < math.inf, "finite and positive, or None", also=None),  # type: ignore[arg-type]
+    "gain_penalty": _number(0.0, lambda x: 0 <= x < math.inf, "finite and not negative"),
+    "maximize": _choice(False, True, False),
+    "on_nonfinite": _choice("skip", *get_args(OnNonfinite)),
+    "rounding": _choice("nearest", *get_args(Rounding)),
+    "depth": _number(1.0, lambda x: 0 < x < math.inf, "finite and positive, or 'auto'", also="auto"),
+    "backend": _choice("auto", *get_args(Backend)),
+    "role": _choice(None, None, "neuron", "gain", "bias"),
+    "fan_in_axes": Option(None, lambda _: True, ""),
+    "fan_in_groups": Option(1, lambda _: True, ""),
+}
+#: Options that version 0.1.0 did not always save; a checkpoint may lack them.
+LATER = ("longest_step", "depth")
+
+
+def check_options(options: Mapping[str, Any], *, wait: bool = True) -> None:
+    """Raise if an option of a group is invalid. Without ``wait``, an accelerator's values are not read."""
+    check_lr(options["lr"], wait=wait)
+    for name, option in OPTIONS.items():
+        if name != "lr" and not option.accepts(options[name]):
+            raise ValueError(f"{name} must be {option.expected}, got {options[name]!r}")
+
+
+def check_lr(lr: object, *, wait: bool = True) -> None:
+    """Raise if a learning rate is invalid. Without ``wait``, an accelerator's value is not read."""
+    if isinstance(lr, str) and lr == "auto":
+        raise ValueError(
+            "lr='auto' is for all groups at once, as in nero.Nero(model, lr='auto'): give this group lr=0.1, "
+            "longest_step=3 and depth=nero.depth_of(...), or call optimiser.count_depth(model)"
+        )
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr as a tensor must have one element, got the shape {tuple(lr.shape)}")
+        if not wait and lr.device.type != "cpu":
+            return
+        lr = lr.item()
+    if not OPTIONS["lr"].accepts(lr):
+        hint = " (or 'auto', for all groups)" if isinstance(lr, str) else ""
+        raise ValueError(f"lr must be {OPTIONS['lr'].expected}{hint}, got {lr!r}")

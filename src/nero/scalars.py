@@ -1,0 +1,34 @@
+"""Python numbers from values of any numeric type."""
+
+import math
+import operator
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+
+def as_int(name: str, value: Any, least: int | None = None, what: str = "") -> int:
+    """Convert an integer of any type; raise if it is not one, below ``least``, or beyond 64 bits."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        at_least = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} must be an integer{at_least}{what}, got {value!r}")
+    if number >= 2**64:
+        raise ValueError(f"{name} must be an integer of at most 64 bits{what}")
+    return number
+
+
+def as_float(value: Any) -> float:
+    """Convert to a Python float; NaN if the value is not a real number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond the range of a float
+        return -math.inf if value < 0 else math.inf

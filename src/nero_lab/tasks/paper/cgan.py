@@ -1,0 +1,36 @@
+"""A class-conditional GAN on CIFAR-10, like BigGAN: spectral norm, self-attention, conditional batch norm.
+
+Batches of 256, flipped at random, one step of the discriminator to one of the generator at the same learning rate and
+on the same classes, by the hinge loss. 120 epochs, the rate divided by 10 after 100 of them and its start tuned over
+{0.0001, 0.001, 0.01, 0.1, 1}. No optimiser has momentum, as the paper says. The authors' script gives Adam β₁ = 0.9 for
+the discriminator, and that is a contender of its own.
+"""
+
+from nero_lab.data.augment import flip
+from nero_lab.loops.adversarial import Adversarial
+from nero_lab.models.biggan import Pair
+from nero_lab.protocol import Contender, Task, drop
+
+task = Task(
+    name="cgan",
+    shows="Table 1, Figure 4",
+    title="Nero trains a GAN that makes better images than the others' do",
+    dataset="cifar10",
+    model=Pair,
+    contenders={
+        "nero": Contender("nero", best=0.01),
+        "sgd": Contender("sgd", best=0.01),
+        "adam": Contender("adam", best=0.0001),
+        "lamb": Contender("lamb", best=0.01),
+        "adam-momentum": Contender("adam", best=0.0001, options={"discriminator": {"beta1": 0.9}}),
+    },
+    grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
+    epochs=120,
+    batch=256,
+    schedule=drop(0.1, at=(100,)),
+    metric="test_distance",
+    augment=flip,
+    loop=Adversarial,
+    seconds=(1302, None),
+    side_by_side=2,
+)

@@ -1,0 +1,517 @@
+"""Triton's kernels: every length of neuron, what a sweep must notice, and, on a GPU, that nothing waits for it."""
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from cases import TOLERANCE, Case, Oracle
+from conftest import INTERPRETED
+from torch import Tensor, nn
+
+import nero
+from nero import backends
+from nero.backends.triton import sweep as triton
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+#: A fan-in of many pieces, whose sums every piece adds up: interpreted, that takes the square of their number.
+LONG = 70_000 if INTERPRETED else 300_000
+
+
+def rows(neurons: int, fan_in: int) -> Case:
+    return Case(f"{neurons} of {fan_in}", (neurons, fan_in), "neuron" if fan_in > 1 else "gain")
+
+
+def columns(fan_in: int, neurons: int) -> Case:
+    return Case(f"{neurons} columns of {fan_in}", (fan_in, neurons), axes=(0,))
+
+
+def check(cases: list[Case], steps: int = 2, dtype: torch.dtype = torch.float32) -> nero.Nero:
+    """All cases in one optimiser against the oracle."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(case.tensor(generator, dtype, DEVICE)) for case in cases]
+    references = [Oracle(case, parameter) for case, parameter in zip(cases, parameters, strict=True)]
+    groups = [case.group(parameter) for case, parameter in zip(cases, parameters, strict=True)]
+    optimiser = nero.Nero(groups, backend="triton")
+    for _ in range(steps):
+        for case, parameter, reference in zip(cases, parameters, references, strict=True):
+            parameter.grad = case.tensor(generator, dtype, DEVICE)
+            reference.step(parameter.grad)
+        optimiser.step()
+    assert not any(optimiser._left), "the kernels took them all"
+    for parameter, reference in zip(parameters, references, strict=True):
+        reference.check(parameter, optimiser.state[parameter], TOLERANCE[dtype])
+    return optimiser
+
+
+@pytest.mark.parametrize("fan_in", [1, 2, 3, 63, 64, 65, 4608, 30_000, LONG])
+def test_every_fan_in(fan_in: int):
+    check([rows(3 if fan_in < 10_000 else 1, fan_in)])
+
+
+def test_every_tile_in_one_step():
+    """Rows of every width and alignment, columns, segments, gains: all in one sweep."""
+    widths = [5, 8, 24, 130, 256, 600, 1000, 1024, 1500, 2304, 5000, 9000]
+    cases = [rows(3, width) for width in widths] + [columns(300, 70), columns(9, 5)]
+    cases += [Case("kernels", (40, 6, 3, 3), axes=(0, 2, 3)), Case("gains", (700,), "gain")]
+    optimiser = check(cases)
+    assert len(optimiser._sweeps) == 1
+
+
+def test_many_neurons_of_a_tensor():
+    check([rows(700, 5), rows(150, 40), columns(40, 150)])
+
+
+def test_many_small_tensors_and_empty_ones():
+    count = 150 if INTERPRETED else 10_000
+    parameters = [nn.Parameter(torch.full((10,), 2.0, device=DEVICE)) for _ in range(count)]
+    parameters += [nn.Parameter(torch.empty(shape, device=DEVICE)) for shape in ((0,), (0, 4), (4, 0))]
+    optimiser = nero.Nero(parameters, backend="triton", lr=0.25)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimiser.step()
+    for parameter in parameters[:count]:
+        assert torch.allclose(parameter.detach(), torch.tensor(1.5, device=DEVICE))
+
+
+def layer_and_optimiser() -> tuple[nn.Linear, nero.Nero]:
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 16).to(DEVICE)
+    optimiser = nero.Nero(layer, backend="triton")
+    step(layer, optimiser, 0)
+    return layer, optimiser
+
+
+def step(layer: nn.Linear, optimiser: nero.Nero, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(DEVICE)
+    optimiser.step()
+
+
+def another_way(change, seed: int = 1) -> list[Tensor]:
+    """Two steps by the kernels, with something done between them."""
+    layer, optimiser = layer_and_optimiser()
+    change(layer, optimiser)
+    step(layer, optimiser, seed)
+    return [each.detach().clone() for each in layer.parameters()]
+
+
+def same_state_elsewhere(_: nn.Linear, optimiser: nero.Nero) -> None:
+    for state in optimiser.state.values():
+        for key, value in state.items():
+            state[key] = value.clone()
+
+
+def one_average_elsewhere(layer: nn.Linear, optimiser: nero.Nero) -> None:
+    state = optimiser.state[layer.weight]
+    state["grad_norm"] = state["grad_norm"].clone()
+
+
+def same_weights_elsewhere(layer: nn.Linear, _: nero.Nero) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+def same_weights_across_memory(layer: nn.Linear, _: nero.Nero) -> None:
+    layer.weight.data = layer.weight.data.t().contiguous().t()
+
+
+def reloaded(_: nn.Linear, optimiser: nero.Nero) -> None:
+    optimiser.load_state_dict(optimiser.state_dict())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        same_state_elsewhere,
+        one_average_elsewhere,
+        same_weights_elsewhere,
+        same_weights_across_memory,
+        reloaded,
+    ],
+)
+def test_what_moves_in_memory_is_followed(change):
+    for found, wanted in zip(another_way(change), another_way(lambda *_: None), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    layer, optimiser = layer_and_optimiser()
+    change(layer, optimiser)
+    before = optimiser.state[layer.weight]["grad_norm"].clone()
+    step(layer, optimiser, 1)
+    assert not torch.equal(optimiser.state[layer.weight]["grad_norm"], before), "the state of now, not of then"
+
+
+def test_a_frozen_layer_with_an_old_gradient_stays():
+    layer, optimiser = layer_and_optimiser()
+    layer.weight.requires_grad_(False)
+    before = layer.weight.detach().clone()
+    step(layer, optimiser, 1)
+    assert torch.equal(layer.weight, before)
+    assert optimiser.state[layer.weight]["step"] == 1
+    assert optimiser.state[layer.bias]["step"] == 2
+    layer.weight.requires_grad_(True)
+    step(layer, optimiser, 2)
+    assert not torch.equal(layer.weight, before)
+    assert optimiser.state[layer.weight]["step"] == 2
+
+
+def test_gradients_in_any_layout_and_place():
+    """As views of a bucket, whose addresses are odd; transposed in memory; expanded from one number."""
+    results = []
+    for kind in ("plain", "bucket", "transposed"):
+        layer, optimiser = layer_and_optimiser()
+        for seed in (1, 2):
+            grad = torch.randn(16, 24, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+            if kind == "bucket":
+                bucket = torch.zeros(16 * 24 + 1, device=DEVICE)
+                bucket[1:].view(16, 24).copy_(grad)
+                grad = bucket[1:].view(16, 24)
+            if kind == "transposed":
+                grad = grad.t().contiguous().t()
+            layer.weight.grad, layer.bias.grad = grad, torch.ones((), device=DEVICE).expand(16)
+            optimiser.step()
+        results.append(layer.weight.detach().clone())
+    assert torch.equal(results[0], results[2])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
+
+
+def test_a_stride_along_an_axis_of_one_means_nothing():
+    """As the gradients of 1x1 convolutions have it: no copy is made, and the quick look serves again."""
+    weight = nn.Parameter(torch.randn(6, 8, 1, 1, device=DEVICE))
+    optimiser = nero.Nero([weight], backend="triton")
+    grad = torch.randn(6, 8, device=DEVICE).as_strided((6, 8, 1, 1), (8, 1, 8, 8))
+    for _ in range(2):
+        weight.grad = grad
+        optimiser.step()
+    (sweep,) = optimiser._sweeps
+    assert sweep._found == [grad.data_ptr()]
+    assert sweep._watch_grads is not None
+
+
+def test_gradients_are_not_kept():
+    layer, optimiser = layer_and_optimiser()
+    watched = [weakref.ref(parameter.grad) for parameter in layer.parameters()]
+    optimiser.zero_grad(set_to_none=True)
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
+
+
+def test_groups_with_rates_of_their_own_share_a_sweep():
+    parameters = [nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(4)]
+    tensors = [torch.tensor(0.25, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    rates = [0.5, 0.125, *tensors]
+    groups = [{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)]
+    groups[1]["maximize"] = True
+    optimiser = nero.Nero(groups, backend="triton")
+    for factor in (1.0, 2.0):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimiser.step()
+        for lr in tensors:
+            lr.mul_(2)
+        optimiser.param_groups[0]["lr"] *= 2
+        optimiser.param_groups[1]["lr"] *= 2
+        moved = [0.5, -0.125, 0.25, 0.25]
+        for parameter, change in zip(parameters, moved, strict=True):
+            wanted = 1 - change * (1 if factor == 1 else 3)
+            torch.testing.assert_close(parameter.detach(), torch.full((3,), wanted, device=DEVICE))
+    assert len(optimiser._sweeps) == 1
+
+
+def test_what_the_kernels_do_not_do_is_an_error_by_name_and_no_word_by_auto():
+    double = nn.Linear(3, 2).double().to(DEVICE)
+    with pytest.raises(ValueError, match=r"weight is torch.float64.*backend='foreach'"):
+        nero.Nero(double, backend="triton")
+    sparse = nn.Embedding(5, 3, sparse=True).to(DEVICE)
+    optimiser = nero.Nero(sparse, backend="triton")
+    sparse(torch.tensor([1], device=DEVICE)).sum().backward()
+    with pytest.raises(ValueError, match=r"the gradient of weight is sparse.*backend='foreach'"):
+        optimiser.step()
+    for layer in (double, sparse):
+        quiet = nero.Nero(layer)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter) if parameter.grad is None else parameter.grad
+        quiet.step()
+        assert all(quiet.state[each]["step"] == 1 for each in layer.parameters())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_the_kernels_do_not_do_is_told_before_what_enters_beside_it_is_balanced(sparse: bool):
+    late, odd = (
+        nn.Parameter(torch.randn(3, 4, dtype=dtype, device=DEVICE), requires_grad=False)
+        for dtype in (torch.float32, torch.float32 if sparse else torch.float64)
+    )
+    optimiser = nero.Nero([late, odd], backend="triton")
+    before = [late.detach().clone(), odd.detach().clone()]
+    late.requires_grad_(), odd.requires_grad_()
+    late.grad = torch.randn_like(late)
+    odd.grad = torch.ones_like(odd).to_sparse() if sparse else torch.ones_like(odd)
+    with pytest.raises(ValueError, match=r"cannot step parameter 1 of group 0.*(sparse|float64)"):
+        optimiser.step()
+    assert torch.equal(late, before[0])
+    assert torch.equal(odd, before[1])
+    assert not optimiser.state
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backends, "has", lambda _: False)
+    monkeypatch.setattr("nero.options.has", lambda _: False)
+    layer = nn.Linear(3, 2).to(DEVICE)
+    with pytest.raises(ModuleNotFoundError, match=r"weight, needs triton \(pip install triton\).*backend='foreach'"):
+        nero.Nero(layer, backend="triton")
+    optimiser = nero.Nero(layer)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimiser.step()
+    assert not optimiser._sweeps
+
+
+def test_on_the_cpu_without_the_interpreter():
+    code = "import torch, nero\nnero.Nero(torch.nn.Linear(3, 2), backend='triton')"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert "weight is on cpu, and the kernels run on CUDA devices; use backend='foreach'" in done.stderr
+
+
+def test_a_form_of_three_strides_goes_to_another_backend():
+    """Neurons whose entries no two strides describe are stepped all the same."""
+    whole = torch.zeros(4, 6, 5, 7, device=DEVICE)
+    weight = nn.Parameter(whole[:, ::2, ::2, ::2])
+    with torch.no_grad():
+        weight.copy_(torch.randn(weight.shape))
+    optimiser = nero.Nero([weight], backend="triton")
+    weight.grad = torch.randn(weight.shape).to(DEVICE)
+    optimiser.step()
+    assert optimiser._left == [[weight]]
+    assert nero.is_balanced(nn.ParameterList([weight]))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_a_step_waits_for_nothing(rounding: str):
+    """Also the first one, and when gradients move."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 4)).cuda().to(torch.bfloat16)
+    optimiser = nero.Nero(model, rounding=rounding)
+    inputs = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        optimiser.zero_grad(set_to_none=True)
+        model(inputs).square().sum().backward()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            optimiser.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert {state["step"].item() for state in optimiser.state.values()} == {3.0}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 10)).cuda()
+
+
+def by_hand(rates: list[float]) -> list[Tensor]:
+    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
+    optimiser = nero.Nero(model, backend="eager")
+    for lr in rates:
+        for group in optimiser.param_groups:
+            group["lr"] = lr
+        optimiser.zero_grad()
+        model(inputs).square().mean().backward()
+        optimiser.step()
+    return [each.detach() for each in model.parameters()]
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_steps_while_a_scheduler_changes_the_rate():
+    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
+    optimiser = nero.Nero(model, lr=torch.tensor(0.01, device="cuda"))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimiser, 0.5)
+
+    def train() -> None:
+        optimiser.zero_grad(set_to_none=True)
+        model(inputs).square().mean().backward()
+        optimiser.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+    for _ in range(4):
+        graph.replay()
+        schedule.step()
+    wanted = by_hand([0.01] * 4 + [0.005, 0.0025, 0.00125])
+    for found, each in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.detach(), each, rtol=1e-4, atol=1e-5)
+    assert {state["step"].item() for state in optimiser.state.values()} == {7.0}
+    # and steps outside of the graph go on from there, as does the graph
+    train()
+    graph.replay()
+    assert {state["step"].item() for state in optimiser.state.values()} == {9.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_capture_without_a_step_before_it_is_an_error():
+    model = network()
+    optimiser = nero.Nero(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(RuntimeError, match="take a step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimiser.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler has advice to give
+def test_a_compiled_training_step():
+    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
+    optimiser = nero.Nero(model, lr=torch.tensor(0.01, device="cuda"))
+
+    @torch.compile
+    def train() -> None:
+        model(inputs).square().mean().backward()
+        optimiser.step()
+
+    for lr in (0.01, 0.02, 0.005):
+        optimiser.zero_grad()
+        for group in optimiser.param_groups:
+            group["lr"].fill_(lr)
+        train()
+    for found, each in zip(model.parameters(), by_hand([0.01, 0.02, 0.005]), strict=True):
+        torch.testing.assert_close(found.detach(), each, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_auto_does_without_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nero.backends.triton.kernels.count", None)
+    triton.works.cache_clear()
+    layer = nn.Linear(9, 4).cuda()
+    optimiser = nero.Nero(layer)
+    layer(torch.ones(2, 9, device="cuda")).sum().backward()
+    optimiser.step()
+    assert not optimiser._sweeps
+    triton.works.cache_clear()
+
+
+@pytest.mark.gpu
+def test_parameters_on_several_devices():
+    parts = [nn.Linear(9, 4), nn.Linear(9, 4).cuda()]
+    parts[1].load_state_dict(parts[0].state_dict())
+    optimiser = nero.Nero([each for part in parts for each in part.parameters()])
+    for part in parts:
+        part(torch.ones(2, 9, device=part.weight.device).cumsum(1)).square().sum().backward()
+    optimiser.step()
+    assert [sweep.device.type for sweep in optimiser._sweeps] == ["cuda"]
+    for one, other in zip(*(part.parameters() for part in parts), strict=True):
+        torch.testing.assert_close(one.detach(), other.detach().cpu(), rtol=0, atol=1e-6)
+
+
+def test_a_gradient_too_long_for_float32_sits_out():
+    """Its norm overflows, though no entry does; the neurons beside it move."""
+    weight = nn.Parameter(torch.randn(3, 40, device=DEVICE))
+    optimiser = nero.Nero([weight], backend="triton")
+    before = weight.detach().clone()
+    weight.grad = torch.randn(3, 40, device=DEVICE)
+    weight.grad[1] = 3e38
+    optimiser.step()
+    assert torch.equal(weight[1], before[1])
+    assert not torch.equal(weight[0], before[0])
+    assert optimiser.skipped == {"parameter 0 of group 0": 1}
+    assert math.isclose(float(weight[2].detach().norm()), 1, rel_tol=1e-6)
+
+
+def test_addresses_of_the_kernels_fields():
+    """The host writes a record in the order in which the kernels read it."""
+    from nero.backends.triton import kernels
+
+    order = [*triton.Form._fields]
+    names = ["NEURONS", "FAN_IN", "INNER", "INNER_STRIDE", "OUTER_STRIDE", "RUN", "STRIDE", "LEAP"]
+    assert [name.lower() for name in names] == order
+    first = kernels.NEURONS.value
+    assert [getattr(kernels, name).value for name in names] == list(range(first, first + len(names)))
+
+
+@pytest.mark.parametrize("key", ["step", "scale", "skipped"])
+def test_any_replaced_state_is_followed(key: str):
+    layer, optimiser = layer_and_optimiser()
+    old = optimiser.state[layer.bias][key]
+    kept = old.clone()
+    optimiser.state[layer.bias][key] = old.clone() * 0
+    step(layer, optimiser, 1)
+    assert torch.equal(old, kept), "what was taken out is left alone"
+    assert optimiser.state[layer.bias]["step"] == (1 if key == "step" else 2)
+
+
+def test_state_moved_behind_its_back_is_followed():
+    layer, optimiser = layer_and_optimiser()
+    for state in optimiser.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+    step(layer, optimiser, 1)
+    assert {state["step"].item() for state in optimiser.state.values()} == {2.0}
+
+
+def test_a_parameter_with_gaps_and_its_dense_gradient():
+    weights = []
+    for backend in ("eager", "triton"):
+        torch.manual_seed(0)
+        whole = torch.zeros(64, 64, device=DEVICE)
+        weight = nn.Parameter(whole[:, :8])
+        with torch.no_grad():
+            weight.copy_(torch.randn(64, 8))
+        optimiser = nero.Nero([weight], backend=backend)
+        for _ in range(2):
+            weight.grad = torch.randn(64, 8).to(DEVICE)
+            optimiser.step()
+        assert not whole[:, 8:].any()
+        weights.append(weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+
+def test_a_parameter_cut_down_is_not_taken_for_what_it_was():
+    weight = nn.Parameter(torch.randn(8, 5, device=DEVICE))
+    optimiser = nero.Nero([weight], backend="triton")
+    weight.grad = torch.randn(8, 5, device=DEVICE)
+    optimiser.step()
+    weight.grad = None
+    weight.data = weight.data[:4]
+    weight.grad = torch.randn(4, 5, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        optimiser.step()
+
+
+def test_the_kernels_count_as_a_change_to_autograd():
+    layer, optimiser = layer_and_optimiser()
+    loss = layer(torch.ones(2, 24, device=DEVICE, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    optimiser.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_negated_view_as_gradient():
+    weights = []
+    for negate in (lambda grad: -grad, torch._neg_view):
+        weight = nn.Parameter(torch.ones(3, 8, device=DEVICE).cumsum(1))
+        optimiser = nero.Nero([weight], backend="triton")
+        weight.grad = negate(torch.ones(3, 8, device=DEVICE).cumsum(1) ** 2)
+        optimiser.step()
+        weights.append(weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+def test_steps_in_and_out_of_inference_mode():
+    layer, optimiser = layer_and_optimiser()
+    with torch.inference_mode():
+        optimiser._forget()
+        optimiser.step()
+    step(layer, optimiser, 1)
+    assert optimiser.state[layer.weight]["step"] == 3

@@ -1,0 +1,186 @@
+"""The pull of gains to one (Sections 5.6 and 6.3): a quadratic penalty of the gains, and of nothing else."""
+
+import copy
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import nero
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+        nn.PReLU(),
+        nn.Linear(16, 12, bias=False),
+        nn.LayerNorm(12),
+        nn.Linear(12, 4),
+    )
+
+
+def gains(model):
+    return [model[1].weight, model[4].weight]
+
+
+def train(model, optimiser, steps, penalty=0.0):
+    generator = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(64, 8, generator=generator), torch.randint(4, (64,), generator=generator)
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss = functional.cross_entropy(model(inputs.to(model[0].weight.dtype)), labels)
+        loss = loss + sum(penalty / 2 * (gain - 1).square().sum() for gain in gains(model))
+        loss.backward()
+        optimiser.step()
+
+
+def test_it_is_a_quadratic_penalty_in_the_loss(backend: str):
+    """Written out by hand, and differentiated by torch: the same training."""
+    runs = []
+    for option, by_hand in ((0.05, 0.0), (0.0, 0.05), (0.0, 0.0)):
+        model = network()
+        with torch.no_grad():
+            for gain in gains(model):
+                gain.uniform_(0.5, 2.0)
+        train(model, nero.Nero(model, gain_penalty=option, backend=backend), 4, by_hand)
+        runs.append(model)
+    for (name, pulled), wanted in zip(runs[0].named_parameters(), runs[1].parameters(), strict=True):
+        if name != "0.bias":  # batch norm takes it out: its gradient is rounding
+            torch.testing.assert_close(pulled, wanted, rtol=1e-4, atol=1e-5)
+    for pulled, free in zip(gains(runs[0]), gains(runs[2]), strict=True):
+        assert (pulled - free).abs().max() > 0.01
+
+
+def test_it_pulls_gains_alone():
+    """With no gradient of the loss, all but the gains stay bit for bit, and the gains come to one."""
+    model = network()
+    optimiser = nero.Nero(model, beta=0.9, gain_penalty=0.1)
+    with torch.no_grad():
+        for gain in gains(model):
+            gain.uniform_(0.3, 2.0)
+    before = copy.deepcopy(model)
+    apart = [(gain - 1).abs() for gain in gains(model)]
+    for step in range(200):
+        for group in optimiser.param_groups:
+            group["lr"] = 0.04 * (1 - step / 200)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimiser.step()
+    for (name, parameter), was in zip(model.named_parameters(), before.parameters(), strict=True):
+        if name in ("1.weight", "4.weight"):
+            assert (parameter - 1).abs().max() < 2e-3 < (was - 1).abs().max()
+        else:
+            assert torch.equal(parameter, was), name
+    assert all((was > 0).all() for was in apart)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1, 1.0, 10.0])
+def test_gains_come_to_rest_between_one_and_what_the_loss_wants(penalty: float):
+    """Of 1/2 (γ - c)² + λ/2 (γ - 1)² the least is at (c + λ) / (1 + λ)."""
+    wanted = torch.tensor([0.2, 0.9, 1.0, 1.8])
+    norm = nn.LayerNorm(4, bias=False)
+    optimiser = nero.Nero(norm, gain_penalty=penalty)
+    for step in range(300):
+        optimiser.param_groups[0]["lr"] = 0.02 * (1 - step / 300)
+        optimiser.zero_grad()
+        (0.5 * (norm.weight - wanted).square().sum()).backward()
+        optimiser.step()
+    torch.testing.assert_close(norm.weight.detach(), (wanted + penalty) / (1 + penalty), rtol=0, atol=5e-3)
+
+
+def test_the_harder_the_pull_the_nearer_to_one_and_the_worse_the_fit():
+    """On a batch-normalised network that could grow its gains to fit ever better (Figure 9, in small)."""
+    apart, losses = [], []
+    for penalty in (0.0, 0.02, 1.0):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(8, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.BatchNorm1d(32),
+            nn.ReLU(),
+            nn.Linear(32, 4),
+        )
+        inputs, labels = torch.randn(64, 8), torch.randint(4, (64,))
+        groups = nero.param_groups(model)
+        for group in groups:
+            group["scale"] = None if group["role"] == "neuron" else 1.0
+        optimiser = nero.Nero(groups, lr=0.02, gain_penalty=penalty)
+        for _ in range(80):
+            optimiser.zero_grad()
+            loss = functional.cross_entropy(model(inputs), labels)
+            loss.backward()
+            optimiser.step()
+        apart.append(max((model[layer].weight.detach() - 1).abs().mean().item() for layer in (1, 4)))
+        losses.append(loss.item())
+    assert apart[0] > 2 * apart[1] > 10 * apart[2]
+    assert losses[0] < losses[1] < losses[2]
+
+
+def test_groups_have_penalties_of_their_own():
+    model = network()
+    optimiser = nero.Nero(
+        [
+            {"params": [model[1].weight], "role": "gain", "gain_penalty": 0.5},
+            {"params": [model[4].weight], "role": "gain"},
+        ]
+    )
+    with torch.no_grad():
+        for gain in gains(model):
+            gain.fill_(1.5)
+    for gain in gains(model):
+        gain.grad = torch.zeros_like(gain)
+    optimiser.step()
+    assert (model[1].weight < 1.5).all()
+    assert (model[4].weight == 1.5).all()
+    other = nero.Nero([{"params": [gain], "role": "gain"} for gain in gains(network())])
+    other.load_state_dict(optimiser.state_dict())
+    assert [group["gain_penalty"] for group in other.param_groups] == [0.5, 0.0]
+
+
+def test_a_penalty_that_pulls_nothing_is_said():
+    """From shapes alone, a norm layer's gain is a bias like any other, as in the paper's code."""
+    with pytest.warns(UserWarning, match=r"gain_penalty=0\.1 pulls nothing: .*nero\.Nero\(model\)"):
+        nero.Nero(network().parameters(), gain_penalty=0.1)
+
+
+def test_the_page_has_the_records_numbers():
+    docs = Path(__file__).parents[2] / "docs"
+    runs = json.loads((docs / "figures/gains.json").read_text())["runs"]
+    free, pulled = ([run for run in runs if run["penalty"] == penalty] for penalty in (0.0, 0.01))
+    assert [run["seed"] for run in free] == [run["seed"] for run in pulled] == list(range(10))
+
+    def mean(runs: list[dict[str, Any]], of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(map(of, runs))
+
+    least, largest, loss, error = (
+        [mean(some, of) for some in (free, pulled)]
+        for of in (
+            lambda run: run["gains"][0],
+            lambda run: run["gains"][-1],
+            lambda run: run["train_loss"],
+            lambda run: 100 * run["test_error"],
+        )
+    )
+    differences = [100 * (b["test_error"] - a["test_error"]) for a, b in zip(free, pulled, strict=True)]
+    page = (docs / "theory.md").read_text()
+    for told in (
+        f"gains spread from {least[0]:.2f} to {largest[0]:.2f}",
+        f"between {least[1]:.2f} and {largest[1]:.2f}",
+        f"({loss[0]:.4f} and {loss[1]:.4f})",
+        f"{error[1]:.2f} % for {error[0]:.2f} %",
+        f"a mean difference of {-statistics.fmean(differences):.2f} points",
+        f"a standard error of {statistics.stdev(differences) / math.sqrt(10):.2f}",
+    ):
+        assert told in page
+    assert sum(each < 0 for each in differences) == 9

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nero.rule import norm, project, statistics_dtype
 from nero.roles import Override, Role, roles_of
+from nero.rule import norm, project, statistics_dtype
 
 
 class Row(NamedTuple):

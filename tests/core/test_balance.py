@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero.rule import project
+from nero.backends import backends_for
+from nero.rule import distance, project, rounding_error
 
 
 def network() -> nn.Module:
@@ -338,3 +339,15 @@ def test_padding_row_of_zeros_is_not_a_neuron(kind):
     with torch.no_grad():
         table.weight[2:4] = 0.0
     assert not nero.is_balanced(table), "another row is at the origin"
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((20_000, 4), (0,)), ((4, 20_000), (1,))], ids=["columns", "rows"])
+def test_step_of_long_neurons_stays_balanced(shape: tuple[int, ...], axes: tuple[int, ...]):
+    for backend in backends_for(torch.device("cpu")):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape))
+        optimiser = nero.Nero([{"params": [weight], "role": "neuron", "fan_in_axes": axes}], backend=backend)
+        for _ in range(3):
+            weight.grad = torch.randn(shape)
+            optimiser.step()
+            assert distance(weight.detach(), axes).max() <= rounding_error(torch.float32)

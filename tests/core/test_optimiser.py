@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import few
 from torch import Tensor, nn
-from training import assert_same, assert_same_state, fill_grads, network, train
+from training import assert_same_state, fill_grads, network, train
 
 import nero
 from nero import rule
@@ -45,8 +45,9 @@ def test_module_and_parameters_take_the_same_steps():
         model = network()
         train(model, nero.Nero(params(model)), range(3))
         results.append(model)
-    assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
+    for other in results[1:]:  # grouped differently, so equal to rounding
+        for a, b in zip(results[0].parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_have_their_own_options(backend: str):

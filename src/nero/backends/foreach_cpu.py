@@ -327,5 +327,5 @@ def _sum(matrix: Tensor, axis: int) -> Tensor:
     if matrix.shape[0] <= SUM_ROWS:
         return torch.mm(ones, matrix)
     blocks, rest = matrix.shape[0] // SUM_ROWS, matrix.shape[0] % SUM_ROWS
-    total = torch.matmul(ones, matrix[: blocks * SUM_ROWS].unflatten(0, (blocks, SUM_ROWS))).sum(0)
+    total = torch.matmul(ones, matrix[: blocks * SUM_ROWS].view(blocks, SUM_ROWS, -1)).sum(0)
     return total + torch.mm(ones[:, :rest], matrix[blocks * SUM_ROWS :]) if rest else total

@@ -70,7 +70,7 @@ class Plan:
         self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
         self._groups = groups
         self._is_retired = False
-        self._triton = Planner(groups, None if before is None else before._triton)
+        self._triton: Planner = Planner(groups, None if before is None else before._triton)
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Return whether the optimiser still holds the same parameters and state, and none waits to enter."""

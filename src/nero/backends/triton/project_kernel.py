@@ -1,7 +1,8 @@
-"""The kernel of :mod:`nero.backends.triton.project`; it imports Triton."""
+"""The kernel of :mod:`nero.backends.triton.project`, and its launch."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 #: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
@@ -49,3 +50,29 @@ def project(
         unit = unit * peak
     moving = possible & (off > ROUNDING_ERROR * ROUNDING_ERROR)
     tl.store(at, tl.where(moving, unit, w), inside)
+
+
+def launch(
+    tensor: Tensor,
+    neurons: int,
+    fan_in: int,
+    row_stride: int,
+    *,
+    fix_mean: bool = True,
+    fix_norm: bool = True,
+    radius: float | Tensor = 1.0,
+) -> None:
+    """Project the rows of a tensor, one program per neuron."""
+    width = max(16, 1 << (fan_in - 1).bit_length())
+    project[(neurons,)](
+        tensor,
+        radius.reshape(-1).to(tensor.device) if isinstance(radius, Tensor) else tensor,
+        fan_in,
+        row_stride,
+        1.0 if isinstance(radius, Tensor) else float(radius),
+        FIX_MEAN=fix_mean and fan_in != 2,
+        FIX_NORM=fix_norm,
+        RADII=isinstance(radius, Tensor),
+        WIDTH=width,
+        num_warps=min(16, max(1, width // 512)),
+    )

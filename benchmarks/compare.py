@@ -26,10 +26,14 @@ KINDS = ("in place", "fresh")
 
 def shapes_to_time(quick: bool) -> dict[str, list[tuple[int, ...]]]:
     """Return parameter shapes by name."""
-    mlp = [(784, 784), (784,)] * (10 if quick else 100)
-    transformer = [(768, 768), (3072, 768), (768, 3072), (768,), (768,)] * (2 if quick else 12)
-    convolutions = [(256, 128, 3, 3), (256,), (256,), (512, 256, 1, 1)] * (3 if quick else 12)
-    return {"100-layer MLP": mlp, "transformer": transformer, "convolutions": convolutions, "small": [(40, 30)] * 300}
+    if quick:
+        return {"rehearsal": [(40, 30), (40,)]}
+    return {
+        "100-layer MLP": [(784, 784), (784,)] * 100,
+        "transformer": [(768, 768), (3072, 768), (768, 3072), (768,), (768,)] * 12,
+        "convolutions": [(256, 128, 3, 3), (256,), (256,), (512, 256, 1, 1)] * 12,
+        "small": [(40, 30)] * 300,
+    }
 
 
 def serve(device: torch.device, quick: bool) -> None:
@@ -87,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each checkout")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
-    parser.add_argument("--quick", action="store_true", help="small shapes, for a rehearsal")
+    parser.add_argument("--quick", action="store_true", help="one small network, for a rehearsal")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)

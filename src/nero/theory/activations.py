@@ -127,8 +127,8 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     arguments = batch if isinstance(batch, tuple) else (batch,)
     if not arguments or any(isinstance(each, Tensor) and not each.numel() for each in arguments):
         raise ValueError("the batch is empty: give at least two examples")
-    modules = dict(model.named_modules())
     owners = _owners(model)
+    modules = dict(model.named_modules())
     sums: dict[str, list[Tensor]] = {}
 
     def observer(name: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -213,8 +213,8 @@ def test_binomial_bound_is_clopper_pearson(kept: int, draws: int):
 def test_binomial_bound_covers_at_its_confidence():
     """Of the bounds from 4,000 experiments with a true share of 0.9, at least 95 % are below it."""
     kept = torch.distributions.Binomial(40, torch.tensor(0.9)).sample((4000,)).long().tolist()
-    limit_runs = {count: binomial_lower_bound(count, 40, 0.95) for count in set(kept)}
-    assert sum(limit_runs[count] <= 0.9 for count in kept) >= 0.95 * 4000 - 3 * math.sqrt(0.05 * 0.95 * 4000)
+    bounds = {count: binomial_lower_bound(count, 40, 0.95) for count in set(kept)}
+    assert sum(bounds[count] <= 0.9 for count in kept) >= 0.95 * 4000 - 3 * math.sqrt(0.05 * 0.95 * 4000)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.parametrize(
     ("script", "options", "says"),
-    [("watch", ["--epochs", "1"], "of the test digits right"), ("gains", ["--quick", "--seeds", "1"], "every run")],
+    [("watch", ["--epochs", "1"], "test accuracy"), ("gains", ["--quick", "--seeds", "1"], "every run")],
 )
 def test_example_runs_and_writes_its_figure(
     script: str, options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

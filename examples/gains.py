@@ -160,9 +160,8 @@ def table(runs: list[Run]) -> str:
         )
         less = [-_error_change(free, run) for run in group]
         standard_error = statistics.stdev(less) / math.sqrt(len(less)) if len(less) > 1 else math.nan
-        lines.append(
-            f"{penalty:<7g}  {largest:12.3f}  {loss:10.4f}  {error:13.2f}  {statistics.mean(less):.2f} ± {standard_error:.2f}"
-        )
+        means = f"{penalty:<7g}  {largest:12.3f}  {loss:10.4f}  {error:13.2f}"
+        lines.append(f"{means}  {statistics.mean(less):.2f} ± {standard_error:.2f}")
     return "\n".join(lines)
 
 

@@ -42,7 +42,7 @@ class PacBayesBound:
 
     @property
     def vacuous(self) -> bool:
-        """Whether the bound says nothing: ``error`` rounds to one in four digits, which is a bound above 9.2."""
+        """True if the bound says nothing: ``error`` rounds to one in four digits (``bound`` above 9.2)."""
         return self.error > MAX_ERROR
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class GeneralisationBound:
 
     @property
     def vacuous(self) -> bool:
-        """Whether even the bound from the exact measure says nothing."""
+        """True if even the bound from the exact measure says nothing."""
         return self.exact.vacuous
 
     def __str__(self) -> str:
@@ -159,7 +159,7 @@ def generalisation_bound(
 
     Raises:
         ValueError: if the model has no neurons or is not balanced, if α is not in (0, π/2], or if the spheres have no
-            room for so many solutions.
+            room for K solutions.
 
     Example:
         >>> print(generalisation_bound([(1, 3)], math.pi / 2, 100))  # half of a circle fits

@@ -47,7 +47,7 @@ class LayerChange:
 
     @property
     def stable(self) -> bool:
-        """Whether Inequality (stable) holds for the layer; true for a layer that does not move."""
+        """True if Inequality (stable) holds for the layer, or the layer does not move."""
         return self.size == 0 or self.change < self.cosine
 
 
@@ -65,7 +65,7 @@ class RelativeChange:
 
     @property
     def stable(self) -> bool:
-        """Whether the step is stable (Definition 3). Every parameter that moves counts."""
+        """True if the step is stable (Definition 3). Every parameter that moves counts."""
         return all(layer.stable for layer in (*self.layers, *self.others))
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class DeepRelativeTrust:
 
     @property
     def holds(self) -> bool:
-        """Whether no layer's gradient changes by more than the bound under this perturbation."""
+        """True if no gradient changes by more than the bound under this perturbation."""
         return all(layer.change <= self.bound for layer in self.layers)
 
     def __str__(self) -> str:

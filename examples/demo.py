@@ -1,8 +1,7 @@
 """Train a 50-layer perceptron, without batch norm or skip connections, by Nero, SGD, Adam and LAMB.
 
-The paper's deep-MLP experiment, made small enough for a laptop: scikit-learn's digits instead of MNIST, 50 layers
-instead of 100. Every optimiser runs at every step size of the paper's grid, is judged by its best, and has its curves
-drawn.
+This is the deep-MLP experiment of the paper, small enough for a laptop: scikit-learn's digits instead of MNIST, and 50
+layers instead of 100. Every optimiser runs at every learning rate of the paper's grid and is judged by its best.
 """
 
 import argparse
@@ -29,38 +28,38 @@ import nero
 from nero_lab.baselines import Lamb
 
 RATES = (0.0001, 0.001, 0.01, 0.1)
-DEFAULT_RATE = 0.01  # Nero's own; the grid has it, so its run is among the others
+DEFAULT_RATE = 0.01  # of Nero; it is on the grid
 DECAY = 0.9
-SQRT2 = torch.tensor(math.sqrt(2))  # a number would be made a tensor in every layer, every time
+SQRT2 = torch.tensor(math.sqrt(2))  # a float would become a tensor in every forward pass
 OPTIMISERS: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "Nero": lambda model, rate: nero.Nero(model, lr=rate),
     "SGD": lambda model, rate: torch.optim.SGD(model.parameters(), lr=rate),
     "Adam": lambda model, rate: torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.999), fused=True),
     "LAMB": lambda model, rate: Lamb(model.parameters(), lr=rate, betas=(0.9, 0.999)),
 }
-# colours of Okabe and Ito, which the colour-blind can tell apart; dashes and markers for those who print in grey
+# colours of Okabe and Ito, which are safe for the colour-blind; dashes and markers for print in grey
 LOOKS = {
     "Nero": ("#0072B2", "-", "o"),
     "SGD": ("#D55E00", "--", "s"),
     "Adam": ("#009E73", ":", "^"),
     "LAMB": ("#CC79A7", "-.", "D"),
 }
-LABEL = 0.055  # a label's height in the figure, on the scale of accuracies
+LABEL_HEIGHT = 0.055  # in the figure, in units of accuracy
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How large a net is trained, and for how long."""
+    """The size of the network, and the length of training."""
 
     depth: int = 50
-    width: int = 64  # of the images, so that the layers are square like the paper's
+    width: int = 64  # the number of pixels, so that layers are square as in the paper
     batch: int = 144
     epochs: int = 32
 
 
 @dataclass(frozen=True)
 class Digits:
-    """Images, as rows of pixels, with what they show."""
+    """Images, as rows of pixels, with their labels."""
 
     pixels: Tensor
     labels: Tensor
@@ -73,41 +72,41 @@ class Digits:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of training once; the training accuracy is that of the digits as they passed by."""
+    """The result of one training run. Training accuracies are running ones, taken during each epoch."""
 
     optimiser: str
     rate: float
     curve: list[float]  # training accuracy by epoch
-    training: float  # in the last epoch
+    training: float  # training accuracy of the last epoch
     test: float
     state_bytes: int
 
 
 class ScaledReLU(nn.Module):
-    """√2·max(0, x)."""
+    """The activation √2·max(0, x)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.relu(x) * SQRT2
 
 
 def perceptron(plan: Plan) -> nn.Sequential:
-    """Layers as PyTorch initialises them, biases and all."""
+    """Return a perceptron with PyTorch's default initialisation."""
     hidden = [layer for _ in range(plan.depth - 1) for layer in (nn.Linear(plan.width, plan.width), ScaledReLU())]
     return nn.Sequential(*hidden, nn.Linear(plan.width, 10))
 
 
 def load() -> tuple[Digits, Digits]:
-    """The bundled digits to train on and, one in five, to test on, normalised by the former."""
+    """Return the training digits, and one in five as test digits, normalised by the training digits."""
     pixels, labels = load_digits(return_X_y=True)
-    known, unseen, known_labels, unseen_labels = map(
+    train, test, train_labels, test_labels = map(
         torch.as_tensor, train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
     )
-    known, unseen = ((part - known.mean()) / known.std() for part in (known, unseen))
-    return Digits(known.float(), known_labels), Digits(unseen.float(), unseen_labels)
+    train, test = ((part - train.mean()) / train.std() for part in (train, test))
+    return Digits(train.float(), train_labels), Digits(test.float(), test_labels)
 
 
 def train(name: str, rate: float, plan: Plan, data: Digits, test: Digits, report: Callable[[float], None]) -> Run:
-    """One run, from the random state as it is."""
+    """Train once, from the current state of the random number generator."""
     model = perceptron(plan)
     optimiser = OPTIMISERS[name](model, rate)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimiser, DECAY)
@@ -130,7 +129,7 @@ def train(name: str, rate: float, plan: Plan, data: Digits, test: Digits, report
 
 
 def search(plan: Plan, data: Digits, test: Digits, seed: int, console: Console) -> list[Run]:
-    """Every optimiser at every step size, each from the same weights and with the same batches."""
+    """Train by every optimiser at every learning rate, from the same weights and with the same batches."""
     runs = []
     live = TextColumn("training accuracy {task.fields[accuracy]:>4.0%}")
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), live)
@@ -146,7 +145,7 @@ def search(plan: Plan, data: Digits, test: Digits, seed: int, console: Console) 
 
 
 def tabulate(best: list[Run], default: Run, data: Digits, test: Digits) -> Table:
-    """Who learned what."""
+    """Return a table of the best run of each optimiser."""
     table = Table("optimiser")
     for heading in ("step size", "training accuracy", "test accuracy", "state, bytes"):
         table.add_column(heading, justify="right")
@@ -157,16 +156,16 @@ def tabulate(best: list[Run], default: Run, data: Digits, test: Digits) -> Table
 
 
 def verdict(best: list[Run], default: Run, data: Digits) -> str:
-    """One sentence on the results, whatever they are."""
-    # less than four standard errors above chance could be luck
-    bar = data.chance + 4 * math.sqrt(data.chance * (1 - data.chance) / len(data.labels))
+    """Summarise the results in one sentence."""
+    # within four standard errors of chance
+    threshold = data.chance + 4 * math.sqrt(data.chance * (1 - data.chance) / len(data.labels))
     ranked = sorted(best, key=lambda run: run.training, reverse=True)
     clauses = [
         f"{run.optimiser} gets {run.training:.0%} of the training digits right and {run.test:.0%} of the unseen ones"
         for run in ranked
-        if run.training > bar
+        if run.training > threshold
     ]
-    if stuck := [run.optimiser for run in ranked if run.training <= bar]:
+    if stuck := [run.optimiser for run in ranked if run.training <= threshold]:
         names = " and ".join([", ".join(stuck[:-1]), stuck[-1]] if stuck[1:] else stuck)
         clauses.append(f"{names} {'do' if stuck[1:] else 'does'} no better than chance")
     if default in best:
@@ -177,7 +176,7 @@ def verdict(best: list[Run], default: Run, data: Digits) -> str:
 
 
 def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: float) -> Figure:
-    """The learning curves, and beside them what the search found."""
+    """Draw the learning curves, and the final accuracy by learning rate."""
     figure = Figure(figsize=(10, 5), layout="constrained")
     task = f"Training a {plan.depth}-layer perceptron to read digits, without batch norm or skip connections"
     figure.suptitle(task, fontsize=13, fontweight="bold")
@@ -188,10 +187,10 @@ def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: flo
         weight = {"lw": 2.4, "zorder": 3} if run in shown else {"lw": 0.8, "alpha": 0.4}
         curves.plot(range(1, plan.epochs + 1), run.curve, color=colour, ls=dashes, **weight)
     ranked = sorted(shown, key=lambda run: run.training)
-    crowd = [run for run in ranked if run.training < ranked[0].training + LABEL]
-    height = ranked[0].training - LABEL * (len(crowd) + 1) / 2  # the lowest ends share their labels' middle
+    crowd = [run for run in ranked if run.training < ranked[0].training + LABEL_HEIGHT]
+    height = ranked[0].training - LABEL_HEIGHT * (len(crowd) + 1) / 2  # centres the labels of the lowest curves
     for run in ranked:
-        height = max(0.0 if run in crowd else run.training, height + LABEL)  # clear of the label below
+        height = max(0.0 if run in crowd else run.training, height + LABEL_HEIGHT)  # above the label below
         label = f"{run.optimiser}, {run.rate:g}" + (" (default)" if run is default else "")
         curves.annotate(
             label, (1.02, height), xycoords=("axes fraction", "data"), va="center", color=LOOKS[run.optimiser][0]
@@ -216,16 +215,16 @@ def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: flo
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, checked before any time is spent."""
+    """Parse and check the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=Path("out"), help="folder for the figure and the record (default: out)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
-    parser.add_argument("--quick", action="store_true", help="a small net for a few epochs: to see that it works")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches (default: 0)")
+    parser.add_argument("--quick", action="store_true", help="train a small network for four epochs, as a check")
     options = parser.parse_args(argv)
     if not 0 <= options.seed < 2**63:
-        parser.error(f"--seed must be from 0 to 2^63 - 1, but it is {options.seed}")
+        parser.error(f"--seed must be from 0 to 2^63 - 1, got {options.seed}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
@@ -235,7 +234,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Search, tell and draw."""
+    """Train, draw and print."""
     options = parse(argv)
     console = Console(highlight=False, markup=False, emoji=False)
     plan = Plan(depth=8, epochs=4) if options.quick else Plan()
@@ -245,13 +244,13 @@ def main(argv: list[str] | None = None) -> int:
         f"{plan.epochs} epochs, the step size times {DECAY:g} after each; seed {options.seed}"
     )
     start, threads, onednn = time.perf_counter(), torch.get_num_threads(), torch.backends.mkldnn.enabled
-    # the products are too small to share out, and on Arm too small for what oneDNN does before each
+    # the matrices are too small for threads and, on Arm, for the overhead of oneDNN
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
         runs = search(plan, data, test, options.seed, console)
     except KeyboardInterrupt:
-        console.print("stopped: nothing is written")
+        console.print("stopped: nothing was written")
         return 130
     finally:
         torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
-"""Pull the gains of a batch-normalised network to one, harder and harder, and see what it fits and what it learns.
+"""Compare strengths of gain_penalty on a batch-normalised network: its gains, training loss and test error.
 
-Section 5.6 of the paper in small: scikit-learn's digits instead of ImageNet, a perceptron of four layers instead of
-ResNet-50, and one label in five drawn at random, so that there is something to overfit to. Nero as tuned there, at
-rate 0.02 with scale one for gains and biases; every strength of the penalty on the same seeds.
+This is a small version of Section 5.6 of the paper: scikit-learn's digits instead of ImageNet, and a perceptron of four
+layers instead of ResNet-50. One label in five is drawn at random, so that there is something to overfit to. Nero has
+the paper's settings: lr 0.02, and scale 1 for gains and biases. All strengths use the same seeds.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from torch.nn import functional
 import nero
 
 PENALTIES = (0.0, 0.0001, 0.0003, 0.001, 0.01, 0.1, 1.0)
-NERO, GREY = "#0072B2", "#555555"  # of Okabe and Ito's colours, as in the demo
+NERO, GREY = "#0072B2", "#555555"  # from the palette of Okabe and Ito, as in the demo
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How large a net is trained, on how much, and for how long."""
+    """The size of the network and of the data, and the length of training."""
 
     depth: int = 4
     width: int = 128
     examples: int = 600
-    wrong: float = 0.2
+    wrong: float = 0.2  # share of random labels
     batch: int = 100
     epochs: int = 60
     rate: float = 0.02
@@ -43,36 +43,37 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of training once."""
+    """The result of one training run."""
 
     penalty: float
     seed: int
     train_loss: float
     test_error: float
-    gains: list[float]  # their quantiles, from the least to the largest
+    gains: list[float]  # quantiles, from the smallest to the largest
 
 
 def perceptron(plan: Plan) -> nn.Sequential:
-    """Batch norm behind every layer but the last."""
+    """Return a perceptron with batch norm after every layer but the last."""
     layers: list[nn.Module] = []
     for fan_in in (64, *[plan.width] * (plan.depth - 2)):
         layers += [nn.Linear(fan_in, plan.width, bias=False), nn.BatchNorm1d(plan.width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(plan.width, 10))
 
 
-def digits(plan: Plan, seed: int) -> list[Tensor]:
-    """Digits to train on and to test on, then what they show; of the former, some labels are drawn at random."""
+def load_data(plan: Plan, seed: int) -> list[Tensor]:
+    """Return training images, test images, training labels and test labels; some training labels are random."""
     pixels, labels = load_digits(return_X_y=True)
     parts = train_test_split(pixels, labels, train_size=plan.examples, random_state=seed, stratify=labels)
-    train, test, shown, unseen = map(torch.as_tensor, parts)
-    shown = torch.where(torch.rand(len(shown)) < plan.wrong, torch.randint(10, (len(shown),)), shown)
-    return [*(((part - train.mean()) / train.std()).float() for part in (train, test)), shown, unseen]
+    train, test, train_labels, test_labels = map(torch.as_tensor, parts)
+    count = len(train_labels)
+    train_labels = torch.where(torch.rand(count) < plan.wrong, torch.randint(10, (count,)), train_labels)
+    return [*(((part - train.mean()) / train.std()).float() for part in (train, test)), train_labels, test_labels]
 
 
 def train(plan: Plan, penalty: float, seed: int) -> Run:
-    """One run, from weights, labels and batches that depend on the seed alone."""
+    """Train once; the initial weights, labels and batches depend on the seed alone."""
     torch.manual_seed(seed)
-    pixels, unseen, labels, unseen_labels = digits(plan, seed)
+    pixels, test_pixels, labels, test_labels = load_data(plan, seed)
     model = perceptron(plan)
     groups = nero.param_groups(model)
     for group in groups:
@@ -89,14 +90,14 @@ def train(plan: Plan, penalty: float, seed: int) -> Run:
     model.eval()
     with torch.no_grad():
         loss = functional.cross_entropy(model(pixels), labels).item()
-        error = (model(unseen).argmax(1) != unseen_labels).float().mean().item()
+        error = (model(test_pixels).argmax(1) != test_labels).float().mean().item()
     gains = torch.cat([part.parameter.detach() for part in optimiser.parts() if part.role.kind == "gain"])
     spread = gains.quantile(torch.linspace(0, 1, 11)).tolist()
     return Run(penalty, seed, round(loss, 5), round(error, 5), [round(gain, 4) for gain in spread])
 
 
 def draw(runs: list[Run], plan: Plan) -> Figure:
-    """The gains, the fit and the error by the strength of the penalty, seed by seed."""
+    """Draw gains, training loss and test error by strength of the penalty, with a thin line per seed."""
     figure = Figure(figsize=(11, 3.9), dpi=160, layout="constrained")
     figure.suptitle(
         "Gains pulled to one: a batch-normalised network that would overfit", fontsize=12, fontweight="bold"
@@ -104,41 +105,41 @@ def draw(runs: list[Run], plan: Plan) -> Figure:
     gains, loss, error = figure.subplots(1, 3)
     penalties = sorted({run.penalty for run in runs})
     by_penalty = [[run for run in runs if run.penalty == penalty] for penalty in penalties]
-    for place, those in enumerate(by_penalty):
-        middle = [statistics.mean(run.gains[index] for run in those) for index in range(11)]
+    for place, group in enumerate(by_penalty):
+        middle = [statistics.mean(run.gains[index] for run in group) for index in range(11)]
         for low, high, width in ((0, 10, 1.2), (1, 9, 5), (3, 7, 11)):
             ends = [middle[low], middle[high]]
             gains.plot([place] * 2, ends, color=NERO, alpha=0.3, linewidth=width, solid_capstyle="butt")
         gains.plot(place, middle[5], marker="o", color=NERO, markersize=5)
     gains.axhline(1, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
     free = {run.seed: run.test_error for run in runs if run.penalty == 0}
-    for axes, of in ((loss, _fit), (error, partial(_beside, free))):
+    for axes, of in ((loss, _train_loss), (error, partial(_error_change, free))):
         for seed in free:
             axes.plot(
-                [of(run) for those in by_penalty for run in those if run.seed == seed], color=NERO, alpha=0.2, lw=1
+                [of(run) for group in by_penalty for run in group if run.seed == seed], color=NERO, alpha=0.2, lw=1
             )
-        axes.plot([statistics.mean(map(of, those)) for those in by_penalty], color=NERO, lw=2.4, marker="o", ms=5)
+        axes.plot([statistics.mean(map(of, group)) for group in by_penalty], color=NERO, lw=2.4, marker="o", ms=5)
     error.axhline(0, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
     loss.set_yscale("log")
     loss.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     loss.yaxis.set_minor_locator(NullLocator())
     loss.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    _dress(gains, penalties, "Gains: all, eight in ten, four in ten")
-    _dress(loss, penalties, f"Training loss, {plan.wrong:.0%} of the labels at random")
+    _style(gains, penalties, "Gains: all, eight in ten, four in ten")
+    _style(loss, penalties, f"Training loss, {plan.wrong:.0%} of the labels at random")
     without = 100 * statistics.mean(free.values())
-    _dress(error, penalties, f"Test error, points from the {without:.1f}% without it")
+    _style(error, penalties, f"Test error, points from the {without:.1f}% without it")
     return figure
 
 
-def _fit(run: Run) -> float:
+def _train_loss(run: Run) -> float:
     return run.train_loss
 
 
-def _beside(free: dict[int, float], run: Run) -> float:
+def _error_change(free: dict[int, float], run: Run) -> float:
     return 100 * (run.test_error - free[run.seed])
 
 
-def _dress(axes: Axes, penalties: list[float], title: str) -> None:
+def _style(axes: Axes, penalties: list[float], title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xticks(range(len(penalties)), [f"{penalty:g}" for penalty in penalties], fontsize=8)
     axes.set_xlabel("gain_penalty", fontsize=9)
@@ -148,33 +149,34 @@ def _dress(axes: Axes, penalties: list[float], title: str) -> None:
 
 
 def table(runs: list[Run]) -> str:
-    """The means, and how test errors differ from those without a penalty on the same seeds."""
+    """Return a table of means, with the decrease of the test error beside no penalty on the same seeds."""
     free = {run.seed: run.test_error for run in runs if run.penalty == 0}
     lines = ["penalty  largest gain  train loss  test error, %  less than without, points"]
     for penalty in sorted({run.penalty for run in runs}):
-        those = [run for run in runs if run.penalty == penalty]
+        group = [run for run in runs if run.penalty == penalty]
         largest, loss, error = (
             statistics.mean(values)
-            for values in zip(*((run.gains[-1], run.train_loss, 100 * run.test_error) for run in those), strict=True)
+            for values in zip(*((run.gains[-1], run.train_loss, 100 * run.test_error) for run in group), strict=True)
         )
-        less = [-_beside(free, run) for run in those]
-        off = statistics.stdev(less) / math.sqrt(len(less)) if len(less) > 1 else math.nan
-        lines.append(
-            f"{penalty:<7g}  {largest:12.3f}  {loss:10.4f}  {error:13.2f}  {statistics.mean(less):.2f} ± {off:.2f}"
-        )
+        less = [-_error_change(free, run) for run in group]
+        standard_error = statistics.stdev(less) / math.sqrt(len(less)) if len(less) > 1 else math.nan
+        means = f"{penalty:<7g}  {largest:12.3f}  {loss:10.4f}  {error:13.2f}"
+        lines.append(f"{means}  {statistics.mean(less):.2f} ± {standard_error:.2f}")
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, tell and draw."""
+    """Train, draw and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the figure and the record (out)")
-    parser.add_argument("--seeds", type=int, default=10, help="how many runs of each strength (10)")
-    parser.add_argument("--quick", action="store_true", help="a few epochs: to see that it works")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for the figure and the record (default: out)"
+    )
+    parser.add_argument("--seeds", type=int, default=10, help="number of runs per strength (default: 10)")
+    parser.add_argument("--quick", action="store_true", help="train a small network for two epochs, as a check")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     plan = Plan(width=16, epochs=2) if options.quick else Plan()
-    torch.set_num_threads(1)  # the products are too small to share out
+    torch.set_num_threads(1)  # the matrices are too small for threads to help
     runs = [train(plan, penalty, seed) for penalty in PENALTIES for seed in range(options.seeds)]
     path = options.out / "gains.png"
     draw(runs, plan).savefig(path, metadata={"Software": None})

@@ -1,6 +1,7 @@
-"""Watch a small convolutional network learn to read digits, and draw how far its neurons turn.
+"""Watch a small convolutional network learn to classify digits, and draw how far its neurons turn.
 
-Scikit-learn's digits, five layers without batch norm, Nero at its default rate, which falls to nothing along a cosine.
+The network has five layers without batch norm. Nero trains it on scikit-learn's digits at the default learning rate,
+with a cosine schedule to zero.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import nero
 
 
 def network() -> nn.Sequential:
-    """Four convolutions and a head."""
+    """Return a network of four convolutions and a linear head."""
     layers: dict[str, nn.Module] = {}
     for number, (before, after) in enumerate(((1, 16), (16, 16), (16, 32), (32, 32)), 1):
         layers[f"conv{number}"] = nn.Conv2d(before, after, 3, padding=1)
@@ -28,19 +29,19 @@ def network() -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers, flat=nn.Flatten(), head=nn.Linear(128, 10)))
 
 
-def digits() -> list[Tensor]:
-    """Images to train on and to test on, then what they show."""
+def load_data() -> list[Tensor]:
+    """Return training images, test images, training labels and test labels."""
     pixels, labels = load_digits(return_X_y=True)
     parts = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
-    train, test, *shown = map(torch.as_tensor, parts)
+    train, test, *labels = map(torch.as_tensor, parts)
     images = [((part - train.mean()) / train.std()).float().reshape(-1, 1, 8, 8) for part in (train, test)]
-    return [*images, *shown]
+    return [*images, *labels]
 
 
 def train(epochs: int, every: int, seed: int) -> tuple[nero.Watch, float]:
-    """Train and watch. The watch, and the share of test images that the network reads right."""
+    """Train a watched network; return the watch and the test accuracy."""
     torch.manual_seed(seed)
-    images, unseen, labels, unseen_labels = digits()
+    images, test_images, labels, test_labels = load_data()
     model = network()
     optimiser = nero.Nero(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
@@ -57,39 +58,41 @@ def train(epochs: int, every: int, seed: int) -> tuple[nero.Watch, float]:
                 watched.read()
         schedule.step()
     with torch.no_grad():
-        right = (model(unseen).argmax(1) == unseen_labels).float().mean().item()
-    return watched, right
+        accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
+    return watched, accuracy
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, tell and draw."""
+    """Train, draw and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the picture and its numbers (out)")
-    parser.add_argument("--epochs", type=int, default=50, help="of 1,437 digits (50)")
-    parser.add_argument("--every", type=int, default=10, help="steps between readings (10)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder for the picture and the record (default: out)"
+    )
+    parser.add_argument("--epochs", type=int, default=50, help="number of epochs of 1,437 digits (default: 50)")
+    parser.add_argument("--every", type=int, default=10, help="steps between readings (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches (default: 0)")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(1)  # the products are too small to share out
-    watched, right = train(options.epochs, options.every, options.seed)
+    torch.set_num_threads(1)  # the matrices are too small for threads to help
+    watched, accuracy = train(options.epochs, options.every, options.seed)
     path = options.out / "watch.png"
     watched.plot(path)
     record = {
         "seed": options.seed,
         "torch": torch.__version__,
         "epochs": options.epochs,
-        "test_accuracy": round(right, 4),
+        "test_accuracy": round(accuracy, 4),
         "readings": [
-            {"step": each.step, "degrees_from_start": {
+            {"step": reading.step, "degrees_from_start": {
                 layer.name: round(layer.from_start.middle * 180 / torch.pi, 2)
-                for layer in each.layers if layer.role == "neuron"
+                for layer in reading.layers if layer.role == "neuron"
             }}
-            for each in watched.readings
+            for reading in watched.readings
         ],
     }  # fmt: skip
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     print(watched.readings[-1])
-    print(f"{right:.1%} of the test digits right; the picture: {path}")
+    print(f"test accuracy: {accuracy:.1%}; picture: {path}")
     return 0
 
 

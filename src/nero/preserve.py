@@ -1,4 +1,4 @@
-"""Measuring changes nothing: whatever is done to a model within is undone after."""
+"""Forward passes that leave a model as it was."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -9,109 +9,133 @@ import torch
 from torch import Tensor, nn
 
 
-class Bystander:
-    """A pre-hook of a module's run that has no part in it, and is away while the model is measured."""
+class MeasurementHook:
+    """Base class of forward pre-hooks that only observe; :func:`preserved` removes them for its duration."""
 
 
 @contextmanager
-def keeping(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool = False) -> Iterator[None]:
-    """Put back, bit for bit, the model's buffers and modes, torch's random numbers, and parameters of those names.
+def preserved(model: nn.Module, parameters: Iterable[str] = (), evaluating: bool = False) -> Iterator[None]:
+    """Restore a model exactly on exit: its buffers, modes and some parameters, and torch's random number generators.
 
-    They are written in place: torch's functional_call leaves a module that is used twice with the weights it was given.
-    Modes are, too, and neither train() nor eval() is called: some modules do more there, such as to merge weights.
-    Buffers may be replaced as well as written to; those that stayed are not touched. Until then bystanders are away.
+    Parameters are restored in place, since ``torch.func.functional_call`` fails to restore a module that is used
+    twice. Modes are set without ``train()`` or ``eval()``, which some modules override, such as to merge weights. The
+    forward pass may replace buffers as well as write to them.
 
     Args:
-        model: to be kept.
-        parameters: the names of those to put back.
-        evaluating: whether the model is in evaluation mode until then.
+        model: the model to restore.
+        parameters: the names of the parameters to restore.
+        evaluating: whether the model is in evaluation mode meanwhile.
     """
     named = dict(model.named_parameters())
-    homes = [(module, dict(module._buffers)) for module in model.modules()]
-    buffers = [
-        (buffer, buffer.detach().clone(), 0 if _dense(buffer) else buffer._version) for buffer in model.buffers()
-    ]
     weights = [(named[name], named[name].detach().clone()) for name in parameters]
-    modes = [(module, module.training) for module in model.modules()]
     devices = {each.device for each in (*named.values(), *model.buffers()) if each.is_cuda}
-    away = [
-        (cast(OrderedDict[int, object], module._forward_pre_hooks), key, hook)
-        for module in model.modules()
-        for key, hook in module._forward_pre_hooks.items()
-        if isinstance(hook, Bystander)
+    with _restored_buffers(model), _restored_modes(model, evaluating), _without_measurement_hooks(model):
+        try:
+            with torch.random.fork_rng(list(devices)):
+                yield
+        finally:
+            for parameter, value in weights:
+                overwrite(parameter, value)
+
+
+def overwrite(parameter: Tensor, value: Tensor) -> None:
+    """Set the values of a parameter, and drop the copies that autocast has cached.
+
+    A pending backward pass does not notice, so the parameter must be restored before it.
+    """
+    parameter.data.copy_(value)
+    torch.clear_autocast_cache()
+
+
+def copy_inputs(inputs: Any) -> Any:
+    """Copy the inputs of a forward pass that may write to them.
+
+    Containers and tensors are copied; parameters are not. A tensor that occurs twice is copied once, and a view of
+    another input becomes a view of its copy. Copies have no autograd history, but the same need for gradients.
+    """
+    from torch.utils._pytree import tree_leaves, tree_map  # slow to import, and not needed for training
+
+    ids = {id(leaf) for leaf in tree_leaves(inputs)}
+    copies: dict[int, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = copy_view(leaf) if id(leaf._base) in ids else clone(leaf)
+            vars(copies[id(leaf)]).update(vars(leaf))
+        return copies[id(leaf)]
+
+    def clone(tensor: Tensor) -> Tensor:
+        detached = tensor.detach()
+        if tensor.is_leaf:
+            return detached.clone().requires_grad_(tensor.requires_grad)
+        return detached.requires_grad_().clone()  # not a leaf, so that it can be written to
+
+    def copy_view(view: Tensor) -> Tensor:
+        base = view._base
+        if base is None or not base.is_contiguous() or base.dtype != view.dtype:
+            return clone(view)
+        copied: Tensor = copy(base)
+        return copied.as_strided(view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+
+    with torch.enable_grad():
+        return tree_map(copy, inputs)
+
+
+@contextmanager
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    homes = [(module, dict(module._buffers)) for module in model.modules()]
+    saved = [
+        (buffer, buffer.detach().clone(), 0 if _is_dense(buffer) else buffer._version) for buffer in model.buffers()
     ]
     try:
-        for hooks, key, _ in away:
-            hooks.pop(key, None)  # modules may share them
-        for module, mode in modes:
-            module.training = mode and not evaluating
-        with torch.random.fork_rng(list(devices)):
-            yield
+        yield
     finally:
-        for hooks, key, hook in reversed(away):
-            hooks[key] = hook
-            hooks.move_to_end(key, last=False)  # to see what the model is given, before others change it
-        for module, mode in modes:
-            module.training = mode
-        for parameter, value in weights:
-            put(parameter, value)
         for module, own in homes:
             for name in dict(module._buffers):
                 if name not in own:
                     del module._buffers[name]
             for name, buffer in own.items():
                 module._buffers[name] = buffer
-        for buffer, value, writes in buffers:
-            if _dense(buffer) and not torch.equal(buffer, value):
-                buffer.data.copy_(value)  # of which a backward that is due takes no notice
-            elif not _dense(buffer) and buffer._version != writes:
+        for buffer, value, version in saved:
+            if _is_dense(buffer) and not torch.equal(buffer, value):
+                buffer.data.copy_(value)  # .data, so that a pending backward pass does not fail
+            elif not _is_dense(buffer) and buffer._version != version:
                 with torch.no_grad():
-                    buffer.copy_(value)  # its data are another tensor
+                    buffer.copy_(value)  # the .data of a sparse tensor is another tensor
 
 
-def _dense(buffer: Tensor) -> bool:
-    """Whether torch can compare it with another: it compares none that are sparse, of which it counts the writes."""
+@contextmanager
+def _restored_modes(model: nn.Module, evaluating: bool) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, mode in modes:
+            module.training = mode and not evaluating
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _without_measurement_hooks(model: nn.Module) -> Iterator[None]:
+    removed = [
+        (cast(OrderedDict[int, object], module._forward_pre_hooks), key, hook)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, MeasurementHook)
+    ]
+    try:
+        for hooks, key, _ in removed:
+            hooks.pop(key, None)  # copies of a module share their hooks
+        yield
+    finally:
+        for hooks, key, hook in reversed(removed):
+            hooks[key] = hook
+            hooks.move_to_end(key, last=False)  # first, to see the inputs before other hooks change them
+
+
+def _is_dense(buffer: Tensor) -> bool:
+    """Return whether torch.equal can compare a buffer; the writes to a sparse one are counted instead."""
     return buffer.layout == torch.strided
-
-
-def put(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter other values to try. What autocast has cast of it, and would take again, is forgotten.
-
-    A backward that is due takes no notice: until then the parameter is put back.
-    """
-    parameter.data.copy_(value)
-    torch.clear_autocast_cache()
-
-
-def copied(given: Any) -> Any:
-    """Inputs for a run that may spend them: containers and tensors of its own, where what was one tensor still is one.
-
-    So is a part of one that is given as well. A tensor's history is cut off, yet what could be written to can be.
-    Parameters are no copies, but themselves.
-    """
-    from torch.utils._pytree import tree_leaves, tree_map  # which most training does not need
-
-    numbers = {id(each) for each in tree_leaves(given)}
-    copies: dict[int, Tensor] = {}
-
-    def copy(each: Any) -> Any:
-        if not isinstance(each, Tensor) or isinstance(each, nn.Parameter):
-            return each
-        if id(each) not in copies:
-            copies[id(each)] = part_of_another(each) if id(each._base) in numbers else alone(each)
-            vars(copies[id(each)]).update(vars(each))
-        return copies[id(each)]
-
-    def alone(each: Tensor) -> Tensor:
-        cut, asked = each.detach(), each.requires_grad
-        return cut.clone().requires_grad_(asked) if each.is_leaf else cut.requires_grad_().clone()
-
-    def part_of_another(each: Tensor) -> Tensor:
-        whole = each._base
-        if whole is None or not whole.is_contiguous() or whole.dtype != each.dtype:
-            return alone(each)
-        own: Tensor = copy(whole)
-        return own.as_strided(each.shape, each.stride(), each.storage_offset() - whole.storage_offset())
-
-    with torch.enable_grad():
-        return tree_map(copy, given)

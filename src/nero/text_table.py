@@ -10,6 +10,13 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, numeric:
         header: the column names.
         rows: the cells of each row.
         numeric: align all columns but the first to the right; else all to the left.
+
+    Example:
+        >>> print(text_table(("layer", "angle"), [("0.weight", "0.1"), ("1.weight", "0.25")]))
+        layer     angle
+        --------  -----
+        0.weight    0.1
+        1.weight   0.25
     """
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from nero.groups import Part
-from nero.preserve import Bystander
+from nero.preserve import MeasurementHook
 
 
 class HasGroups(Protocol):
@@ -131,7 +131,7 @@ def check_countable(model: nn.Module) -> None:
         )
 
 
-class _CountOnce(Bystander):
+class _CountOnce(MeasurementHook):
     """A forward pre-hook that counts a model's depth just before it first runs with gradients, then removes itself."""
 
     def __init__(self, model: nn.Module, counter: DepthCounter) -> None:

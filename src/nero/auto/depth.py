@@ -1,8 +1,8 @@
-"""How deep a network is to a step that turns all of its neurons: what ``lr="auto"`` divides by.
+"""The depth of a network, by which ``lr="auto"`` divides the angle.
 
-Deep relative trust (Definition 4) lets a network of L layers change by (1 + η)^L - 1 if each changes by η: a step that
-is to change the network by so much has to be about L times shorter in each layer. That is for layers in a row. Here L
-is counted along the network's own operations, as it runs on some input.
+Deep relative trust (Definition 4) lets a network of L layers change by (1 + η)^L - 1 if each layer changes by η. To
+change the whole network by a given amount, a step must be about L times smaller in each layer. For layers in a row L
+is their number. Here it is counted along the operations of a forward pass, for any network.
 """
 
 import math
@@ -14,51 +14,53 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nero.preserve import copied, keeping
+from nero.preserve import copy_inputs, preserved
 from nero.roles import roles_of
 
-#: By how much a step may change the whole network, if ``lr="auto"``, and how many times as long a single one may be.
-#: See docs/auto.md.
+#: The defaults of lr="auto" (docs/auto.md): the relative change allowed to the whole network, and the longest step in
+#: multiples of the angle.
 TRUST = 0.1
 LONGEST_STEP = 3.0
-#: What to do where no depth can be had.
-_INSTEAD = "give a learning rate as a number, or depth=... as you count it"
-#: Operations that add what two branches say.
+_REMEDY = "give lr as a number, or give depth=..."
+#: Operations that add two branches.
 _SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 
 
 class _Signal(NamedTuple):
-    """Of a tensor: by how many layers a change of all has grown in it, and whether it hangs on weights at all."""
+    """A tensor that is not made of weights alone: its depth, and whether it depends on trained weights."""
 
     depth: float
     trained: bool
 
 
 class _Weights(NamedTuple):
-    """A tensor that is made of parameters and buffers alone, of neurons among them or not."""
+    """A tensor made of parameters and buffers alone, and whether trained neurons are among them."""
 
     neurons: bool
 
 
-def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
-    """The depth of a network, as a step that turns all of its trained neurons sees it.
+_Source = _Signal | _Weights
+_CONSTANT = _Signal(0.0, trained=False)
 
-    It is counted while the model runs on copies of the inputs, once and in the mode that it is in; its buffers and
-    torch's random numbers are put back. Layers in a row count one each; of branches, the deepest counts. Where
-    branches are added, as around a residual block, each counts by its share: of depths a and b and mean squares u and
-    v, the sum has the depth √((u a² + v b²) / (u + v)); what no layer has touched does not count. The shares are those
-    of the weights that are there: make the optimiser first, or call :func:`nero.balance_`.
+
+def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
+    """Count the depth of a network in one forward pass.
+
+    The model runs once, in its current mode, on copies of the inputs; its buffers and the random number generators are
+    restored. Trained layers in a row count one each. Of branches, the deepest counts. If branches are
+    added, as around a residual block, each counts by its share: for depths a and b and mean squares u and
+    v, the sum has the depth √((u a² + v b²) / (u + v)). A branch that no trained layer has touched does not count.
+    The shares depend on the weights, so balance them first: make the optimiser, or call :func:`nero.balance_`.
 
     Args:
-        model: whose layers to count.
-        *inputs: what to run it on.
-        **named: the same, by name.
+        model: the network.
+        *inputs: the positional inputs of its forward pass.
+        **named: the keyword inputs of its forward pass.
 
     Raises:
-        TypeError: if it is no module.
-        ValueError: if no trained layer is found on the way from the inputs to what the model gives, if the way
-            cannot be followed, if branches that are added are not numbers, if all inputs are empty, or if the model
-            is on the meta device.
+        TypeError: if ``model`` is not a module.
+        ValueError: if there is no trained layer between the inputs and the outputs, if the operations cannot be
+            traced, if added branches hold NaN, if all inputs are empty, or if the model is on the meta device.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -69,133 +71,145 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
 
 
 def count(model: nn.Module, inputs: Any, named: Any, trained: Container[int] | None) -> float:
-    """As :func:`depth_of`, of parameters with these numbers alone (``id``), if there are any given."""
+    """Count the depth as :func:`depth_of` does, of the parameters with these ids alone; ``None`` for all."""
     roles = roles_of(model)
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         raise ValueError(
-            "the model is on the meta device, and its depth hangs on its values: give it memory (module.to_empty) and "
-            f"values first; or {_INSTEAD}"
+            "the model is on the meta device, but its depth depends on its values: allocate it (module.to_empty) and "
+            f"initialise it first, or {_REMEDY}"
         )
     neurons = {
         id(parameter)
         for name, parameter in model.named_parameters()
         if roles[name].kind == "neuron" and parameter.requires_grad and (trained is None or id(parameter) in trained)
     }
-    with keeping(model), _one_by_one():
-        # a network may run on a buffer of its own instead of an input; the other way to see one is as a part of weights
-        depth = _traced(model, inputs, named, neurons, buffers=False) or _traced(
-            model, inputs, named, neurons, buffers=True
+    with preserved(model), _separate_operations():
+        # a buffer is part of the weights, unless the network runs on a buffer instead of an input
+        depth = _traced_depth(model, inputs, named, neurons, buffers_are_inputs=False) or _traced_depth(
+            model, inputs, named, neurons, buffers_are_inputs=True
         )
     if not depth:
-        raise ValueError(
-            "no trained layer was found between the model's inputs and what it gives, so its depth is not known: "
-            + _INSTEAD
-        )
+        raise ValueError(f"no trained layer was found between the inputs and the outputs of the model: {_REMEDY}")
     return depth
 
 
-def _traced(model: nn.Module, inputs: Any, named: Any, neurons: Container[int], buffers: bool) -> float:
-    # imported when first asked for: training at a given rate does not need it
+def _traced_depth(
+    model: nn.Module, inputs: Any, named: Any, neurons: Container[int], buffers_are_inputs: bool
+) -> float:
+    from torch.utils._pytree import tree_leaves  # slow to import, and not needed to train at a given lr
+
+    inputs, named = copy_inputs((inputs, named))
+    tensors = [leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, Tensor)]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        raise ValueError(f"the inputs are empty, so added branches have no shares: give a batch, or {_REMEDY}")
+    sources = _Sources()
+    for buffer in model.buffers():
+        sources.record(buffer, _CONSTANT if buffers_are_inputs else _Weights(neurons=False))
+    for parameter in model.parameters():
+        sources.record(parameter, _Weights(id(parameter) in neurons))
+    for tensor in tensors:
+        sources.record(tensor, _Signal(0.0, tensor.requires_grad))
+    # the caller's hooks on saved tensors, such as activation checkpointing's, must not see this forward pass
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with torch.enable_grad(), no_hooks, _tracer(sources):
+        outputs = model(*inputs, **named)
+    found = [sources.look_up(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    # outputs may hide their tensors; then take the deepest tensor made
+    return max((source.depth for source in found if isinstance(source, _Signal)), default=0.0) or sources.deepest
+
+
+class _Sources:
+    """The source of every tensor of a forward pass."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, _Source]] = {}
+        self.deepest = 0.0
+
+    def record(self, tensor: Tensor, source: _Source) -> None:
+        # weak reference: keeps nothing alive and detects a reused id()
+        self._known[id(tensor)] = weakref.ref(tensor), source
+        self.deepest = max(self.deepest, source.depth if isinstance(source, _Signal) else 0.0)
+
+    def look_up(self, tensor: Tensor) -> _Source:
+        """Return the source of a tensor; raise if it depends on trained weights in a way that was not traced."""
+        reference, source = self._known.get(id(tensor), (None, None))
+        if source is None or reference is None or reference() is not tensor:
+            source = _CONSTANT
+        elif tensor.is_leaf:  # the model may have called requires_grad_() on it meanwhile
+            return source._replace(trained=True) if tensor.requires_grad and isinstance(source, _Signal) else source
+        if tensor.requires_grad and isinstance(source, _Signal) and not source.trained:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} comes from an operation that cannot be traced (a compiled or "
+                f"sharded model, a custom kernel), so the depth is unknown: {_REMEDY}"
+            )
+        return source
+
+
+def _tracer(sources: _Sources) -> Any:
+    """Return a context in which the source of every new tensor is recorded."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    inputs, named = copied((inputs, named))
-    tensors = [each for each in tree_leaves((inputs, named)) if isinstance(each, Tensor)]
-    if tensors and not any(each.numel() for each in tensors):
-        raise ValueError(
-            f"the inputs are empty, so that no branch has a share and the depth is not known: give some; or {_INSTEAD}"
-        )
-    known: dict[int, tuple[Any, _Signal | _Weights]] = {}
-    deepest = 0.0
-
-    def learn(tensor: Tensor, what: _Signal | _Weights) -> None:
-        nonlocal deepest
-        # not held, lest all that the model makes be; yet referred to: another may get the number of one that is gone
-        known[id(tensor)] = weakref.ref(tensor), what
-        deepest = max(deepest, what.depth if isinstance(what, _Signal) else 0.0)
-
-    def recall(tensor: Tensor) -> _Signal | _Weights:
-        place, what = known.get(id(tensor), (None, None))
-        if what is None or place is None or place() is not tensor:
-            what = _Signal(0.0, trained=False)
-        elif tensor.is_leaf:  # somebody may have asked for its gradient on the way, and all that is made of it has one
-            return what._replace(trained=True) if tensor.requires_grad and isinstance(what, _Signal) else what
-        if tensor.requires_grad and isinstance(what, _Signal) and not what.trained:
-            raise ValueError(
-                f"a tensor of shape {tuple(tensor.shape)} comes from where torch's operations cannot be followed (a "
-                f"compiled or sharded model, a kernel of somebody's own), so the model's depth is not known: {_INSTEAD}"
-            )
-        return what
-
     class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-            # before it is done: it may be done in place
-            what = _after(func.overloadpacket.__name__, given, [recall(each) for each in given], kwargs or {})
-            found = func(*args, **(kwargs or {}))
-            for each in tree_leaves(found):
-                if isinstance(each, Tensor):
-                    learn(each, what)
-                    if any(each is other for other in given) and each._base is not None:  # written into a part of it
-                        learn(each._base, what)
-            return found
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            # before the operation, which may work in place
+            name = func.overloadpacket.__name__
+            source = _source_of_result(name, given, [sources.look_up(tensor) for tensor in given], kwargs or {})
+            result = func(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    sources.record(leaf, source)
+                    if any(leaf is tensor for tensor in given) and leaf._base is not None:  # written into a view
+                        sources.record(leaf._base, source)
+            return result
 
-    for own in model.buffers():
-        learn(own, _Signal(0.0, trained=False) if buffers else _Weights(neurons=False))
-    for parameter in model.parameters():
-        learn(parameter, _Weights(id(parameter) in neurons))
-    for each in tensors:
-        learn(each, _Signal(0.0, each.requires_grad))
-    # who keeps what a run saves for its backward, as activation checkpointing does, is not to count this one's
-    unheeded = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
-    with torch.enable_grad(), unheeded, Tracer():  # type: ignore[no-untyped-call]
-        found = model(*inputs, **named)
-    given = [each for each in tree_leaves(found) if isinstance(each, Tensor)]
-    signals = [what for what in map(recall, given) if isinstance(what, _Signal)]
-    return max((each.depth for each in signals), default=0.0) or deepest  # of what it gave or, if that is closed, made
+    return Tracer()  # type: ignore[no-untyped-call]
 
 
-def _after(name: str, given: list[Tensor], seen: list[_Signal | _Weights], options: Any) -> _Signal | _Weights:
-    """What an operation makes of what it is given."""
-    signals = [each for each in seen if isinstance(each, _Signal)]
-    neurons = any(isinstance(each, _Weights) and each.neurons for each in seen)
-    if not seen or name.startswith("new_") or name.endswith("_like"):  # made here, of nothing
-        return _Signal(0.0, trained=False)
+def _source_of_result(name: str, given: list[Tensor], sources: list[_Source], options: Any) -> _Source:
+    """Return the source of the result of an operation on tensors with these sources."""
+    signals = [source for source in sources if isinstance(source, _Signal)]
+    has_neurons = any(isinstance(source, _Weights) and source.neurons for source in sources)
+    if not sources or name.startswith("new_") or name.endswith("_like"):  # a new constant
+        return _CONSTANT
     if not signals:
-        return _Weights(neurons)
-    trained = len(signals) < len(seen) or any(each.trained for each in signals)
-    depth = max(each.depth for each in signals) + neurons
+        return _Weights(has_neurons)
+    trained = len(signals) < len(sources) or any(signal.trained for signal in signals)
     if name not in _SUMS or len(given) < 2:
-        return _Signal(depth, trained)
-    depths = [each.depth if isinstance(each, _Signal) else float(each.neurons) for each in seen]
-    if depths[0] == depths[1] or not min(depths):  # a constant, an input or a bias leaves the other as deep as it was
+        return _Signal(max(signal.depth for signal in signals) + has_neurons, trained)
+    depths = [source.depth if isinstance(source, _Signal) else float(source.neurons) for source in sources]
+    if depths[0] == depths[1] or not min(depths):  # adding a constant, an input or a bias keeps the depth
         return _Signal(max(depths), trained)
-    squares = _squares(given)
+    return _Signal(_depth_of_sum(name, given, depths, options), trained)
+
+
+def _depth_of_sum(name: str, branches: list[Tensor], depths: list[float], options: Any) -> float:
+    """Return the root mean square of the depths of added branches, weighted by their mean squares."""
+    squares = _mean_squares(branches)
     squares[name != "rsub"] *= float(options.get("alpha", 1)) ** 2
     total = sum(squares)
     if math.isnan(total):
         raise ValueError(
-            "branches that are added hold values that are not a number, so that their shares and the model's depth are "
-            f"not known: run it on other inputs, or {_INSTEAD}"
+            f"added branches hold NaN, so their shares and the depth are unknown: run other inputs, or {_REMEDY}"
         )
-    if not total or math.isinf(total):  # what was masked, as by -inf, tells no share
-        return _Signal(max(depths), trained)
-    shared = sum(square * each**2 for square, each in zip(squares, depths, strict=True)) / total
-    return _Signal(math.sqrt(shared), trained)
+    if not total or math.isinf(total):  # masked by -inf, for instance: there are no shares
+        return max(depths)
+    return math.sqrt(sum(square * depth**2 for square, depth in zip(squares, depths, strict=True)) / total)
 
 
-def _squares(tensors: list[Tensor]) -> list[float]:
-    """The mean squares, in units of the largest entry of all: of the entries as they are, they may leave the range."""
-    found = [each.detach().abs() if each.is_complex() else each.detach() for each in tensors]
-    found = [each if each.dtype == torch.float64 else each.float() for each in found]
-    peak = max((each.abs().max().item() for each in found if each.numel()), default=0.0)
+def _mean_squares(tensors: list[Tensor]) -> list[float]:
+    """Return the mean squares in units of the largest element of all, which keeps them in range."""
+    found = [tensor.detach().abs() if tensor.is_complex() else tensor.detach() for tensor in tensors]
+    found = [tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in found]
+    peak = max((tensor.abs().max().item() for tensor in found if tensor.numel()), default=0.0)
     unit = peak if 0 < peak < math.inf else 1.0
-    return [(each / unit).square().mean().item() if each.numel() else 0.0 for each in found]
+    return [(tensor / unit).square().mean().item() if tensor.numel() else 0.0 for tensor in found]
 
 
 @contextmanager
-def _one_by_one() -> Iterator[None]:
-    """Have every layer run as it stands: several as one operation cannot be told apart, nor what was cast before."""
+def _separate_operations() -> Iterator[None]:
+    """Disable what hides operations: the fast path of attention, which fuses layers, and autocast's cache."""
     fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)

@@ -1,15 +1,15 @@
-"""What the paper defines and proves (Sections 3 and 6), as functions of a network of yours.
+"""The definitions and theorems of the paper (Sections 3 and 6), computed for a given network.
 
-Each gives the paper's statement in its docstring and a small report that prints.
+Every function quotes the paper's statement in its docstring and returns a report that can be printed.
 """
 
 from nero.balance import is_balanced
 from nero.theory.activations import LayerStatistics, Preactivations, preactivations
 from nero.theory.bounds import GeneralisationBound, PacBayesBound, generalisation_bound, pac_bayes_bound
 from nero.theory.caps import CapMeasure, cap_measure
-from nero.theory.neurons import LayerStep, RelativeStep, is_per_neuron_relative, relative_step
+from nero.theory.relative_steps import LayerStep, RelativeStep, is_per_neuron_relative, relative_step
 from nero.theory.robustness import Robustness, robustness
-from nero.theory.steps import (
+from nero.theory.stability import (
     DeepRelativeTrust,
     LayerChange,
     RelativeChange,

@@ -1,4 +1,4 @@
-"""What balanced neurons do to activations (Section 3.1): the mean and variance of every layer's pre-activations."""
+"""The mean and variance of every layer's pre-activations, which balance standardises (Section 3.1)."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
-from nero.preserve import copied, keeping
+from nero.preserve import copy_inputs, preserved
 from nero.text_table import text_table
 from nero.theory.layers import layers_of
 
-_CHANNELS_FIRST: dict[type[nn.Module], int] = {
+#: Layers whose channels come before these many spatial axes.
+_SPATIAL_AXES: dict[type[nn.Module], int] = {
     nn.Conv1d: 1,
     nn.Conv2d: 2,
     nn.Conv3d: 3,
@@ -26,12 +27,12 @@ _CHANNELS_FIRST: dict[type[nn.Module], int] = {
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """The pre-activations of one layer.
+    """Statistics of the pre-activations of one layer.
 
     Attributes:
-        name: the layer's.
+        name: the name of the layer.
         layer: its class.
-        samples: how many pre-activations of each neuron were seen: examples times places.
+        samples: the number of pre-activations per neuron: examples times spatial positions.
         means: the mean of each neuron's pre-activations.
         variances: the variance of each neuron's pre-activations.
     """
@@ -49,24 +50,24 @@ class LayerStatistics:
 
     @property
     def spread(self) -> float:
-        """How far a neuron's mean is from zero: the root of the mean square."""
+        """The root mean square of the neurons' means."""
         return float(self.means.square().mean().sqrt())
 
     @property
     def variance(self) -> float:
-        """A neuron's variance, on average."""
+        """The mean variance over all neurons."""
         return float(self.variances.mean())
 
 
 @dataclass(frozen=True, eq=False)
 class Preactivations:
-    """The pre-activations of every layer on a batch; prints as a table.
+    """Statistics of the pre-activations of every layer on a batch; prints as a table.
 
     Attributes:
-        layers: one :class:`LayerStatistics` for each, in the order in which they ran; layers that share a weight have
-            one each.
-        left_out: parameters of neurons whose weighted sums are not to be seen, such as a recurrent layer's, or those
-            of a layer that gives something else than a tensor.
+        layers: one :class:`LayerStatistics` for each layer, in the order in which they ran. Layers that share a
+            weight have one each.
+        left_out: names of neurons' parameters whose weighted sums cannot be observed, such as those of a recurrent
+            layer or of a layer that does not return a tensor.
     """
 
     layers: tuple[LayerStatistics, ...]
@@ -78,22 +79,20 @@ class Preactivations:
                 each.name,
                 each.layer,
                 f"{each.means.numel():,}",
-                _short(each.mean),
-                _short(each.spread),
-                _short(each.variance),
-                f"{_short(float(each.variances.min()))} to {_short(float(each.variances.max()))}",
+                _format(each.mean),
+                _format(each.spread),
+                _format(each.variance),
+                f"{_format(float(each.variances.min()))} to {_format(float(each.variances.max()))}",
             )
             for each in self.layers
         ]
-        lines = text_table(
-            ("layer", "class", "neurons", "mean", "rms of means", "variance", "from least to most"), rows
-        )
-        return lines + (f"\n\nnot seen: {', '.join(self.left_out)}" if self.left_out else "")
+        header = ("layer", "class", "neurons", "mean", "rms of means", "variance", "min to max")
+        return text_table(header, rows) + (f"\n\nnot measured: {', '.join(self.left_out)}" if self.left_out else "")
 
 
 @torch.no_grad()
 def preactivations(model: nn.Module, batch: Any) -> Preactivations:
-    r"""The mean and variance, neuron by neuron, of every layer's pre-activations on a batch.
+    r"""Measure the mean and variance of every neuron's pre-activations on a batch.
 
     Section 3.1: a balanced neuron :math:`y = \sum_i w_i x_i` (Definition 1:
     :math:`\sum_i w_i = 0`, :math:`\sum_i w_i^2 = 1`) with inputs that are uncorrelated, of mean μ and variance 1,
@@ -103,19 +102,19 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
         E[y] = \mu \sum_i w_i = 0, \qquad \operatorname{Var}[y] = \sum_i w_i^2 = 1 .
 
     "While the assumptions on the inputs are unlikely to hold exactly, under more general conditions the
-    constraints may at least encourage the standardisation of activation statistics." This shows how far.
+    constraints may at least encourage the standardisation of activation statistics." The report shows how far.
 
-    A pre-activation is what the layer gives, its bias included; for a convolution every place counts as
-    an example. Frozen layers are among them. The model runs in the mode it is in, and its buffers and torch's random
-    numbers stay as they were. What is compiled runs as it stands.
+    A pre-activation is the output of a layer, bias included. For a convolution every spatial position counts as
+    an example. Frozen layers are measured, too. The model runs in its current mode, uncompiled; its buffers and the
+    random number generators are restored.
 
     Args:
-        model: any module with linear or convolutional layers.
-        batch: what the model takes: a tensor, or a tuple of arguments.
+        model: a module with linear or convolutional layers.
+        batch: the input of the model: a tensor, or a tuple of arguments.
 
     Raises:
-        ValueError: an empty batch, a batch of one, a model without neurons or none whose sums can be seen, sums that
-            are not finite.
+        ValueError: if the batch has fewer than two examples, if the model has no neurons or none whose sums can be
+            observed, or if a sum is not finite.
 
     Example:
         >>> import nero
@@ -127,71 +126,75 @@ def preactivations(model: nn.Module, batch: Any) -> Preactivations:
     """
     arguments = batch if isinstance(batch, tuple) else (batch,)
     if not arguments or any(isinstance(each, Tensor) and not each.numel() for each in arguments):
-        raise ValueError("the batch is empty: there are no pre-activations to measure")
-    neurons = {id(layer.parameter) for layer in layers_of(model, frozen=True)}
+        raise ValueError("the batch is empty: give at least two examples")
+    owners = _owners(model)
     modules = dict(model.named_modules())
-    owners: dict[str, list[str]] = {}
-    for home, module in modules.items():
-        for name, parameter in module.named_parameters(home, recurse=False):
-            if id(parameter) in neurons:  # a tied one is, wherever it is met
-                before, parametrised, _ = f".{name}".partition(".parametrizations.")
-                owners.setdefault(before[1:] if parametrised else home, []).append(name)
-    seen: dict[str, list[Tensor]] = {}
+    sums: dict[str, list[Tensor]] = {}
 
-    def see(name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def observer(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, _: Any, output: Any) -> None:
-            if isinstance(output, Tensor):  # as it is now: what comes next may work in place
-                seen.setdefault(name, []).append(_by_neuron(module, output).clone())
+            if isinstance(output, Tensor):  # clone: the next layer may work in place
+                sums.setdefault(name, []).append(_by_neuron(module, output).clone())
 
         return hook
 
-    handles = [modules[name].register_forward_hook(see(name)) for name in owners if _gives_sums(modules[name])]
+    handles = [modules[name].register_forward_hook(observer(name)) for name in owners if _returns_sums(modules[name])]
     try:
-        with keeping(model), _as_it_stands():
-            model(*copied(arguments))  # a model that works in place would change the data
+        with preserved(model), _uncompiled():
+            model(*copy_inputs(arguments))
     finally:
         for handle in handles:
             handle.remove()
-    if not seen:
-        raise ValueError("no layer's sums can be seen: only linear and convolutional layers show them")
-    left_out = [name for owner, names in owners.items() if owner not in seen for name in names]
+    if not sums:
+        raise ValueError("no pre-activations can be observed: only linear and convolutional layers return them")
+    left_out = [name for owner, names in owners.items() if owner not in sums for name in names]
     return Preactivations(
-        tuple(_statistics(name, modules[name], torch.cat(sums)) for name, sums in seen.items()), tuple(left_out)
+        tuple(_statistics(name, modules[name], torch.cat(parts)) for name, parts in sums.items()), tuple(left_out)
     )
 
 
-def _as_it_stands() -> AbstractContextManager[Any]:
-    """Have no module run as it was compiled before, which would pass the hooks by."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it would take seconds
+def _owners(model: nn.Module) -> dict[str, list[str]]:
+    """Map the modules that use neurons to the names of these parameters."""
+    neurons = {id(layer.parameter) for layer in layers_of(model, frozen=True)}
+    owners: dict[str, list[str]] = {}
+    for home, module in model.named_modules():
+        for name, parameter in module.named_parameters(home, recurse=False):
+            if id(parameter) in neurons:  # a tied parameter has several owners
+                before, parametrised, _ = f".{name}".partition(".parametrizations.")
+                owners.setdefault(before[1:] if parametrised else home, []).append(name)
+    return owners
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled modules eagerly, since code compiled earlier skips the hooks."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing dynamo takes seconds
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
-def _short(number: float) -> str:
-    """A number of three digits; what is nothing beside one is shown as zero."""
-    return f"{round(number, 6) + 0.0:.3g}"
+def _format(number: float) -> str:
+    return f"{round(number, 6) + 0.0:.3g}"  # rounding noise shows as 0, and never as -0
 
 
-def _gives_sums(module: nn.Module) -> bool:
-    """Whether a layer's output is its neurons' weighted sums."""
-    known = (nn.Linear, nn.Bilinear, *_CHANNELS_FIRST)
-    return isinstance(module, known) or type(module).__name__ == "Conv1D"  # GPT-2's linear layer
+def _returns_sums(module: nn.Module) -> bool:
+    """Return whether the output of a layer is the weighted sums of its neurons."""
+    known = (nn.Linear, nn.Bilinear, *_SPATIAL_AXES)
+    return isinstance(module, known) or type(module).__name__ == "Conv1D"  # the linear layer of GPT-2
 
 
 def _by_neuron(module: nn.Module, output: Tensor) -> Tensor:
-    """A layer's output, one column a neuron."""
-    axes = next((axes for kind, axes in _CHANNELS_FIRST.items() if isinstance(module, kind)), 0)
+    """Return the output of a layer with one column per neuron."""
+    axes = next((axes for kind, axes in _SPATIAL_AXES.items() if isinstance(module, kind)), 0)
     return output.movedim(-1 - axes, -1).flatten(0, -2) if output.dim() > 1 else output[None]
 
 
 def _statistics(name: str, module: nn.Module, sums: Tensor) -> LayerStatistics:
     if sums.shape[0] < 2:
-        raise ValueError(f"layer {name or 'the model'!r} saw one example, which has no variance: give two or more")
+        raise ValueError(f"layer {name or 'the model'!r} saw one example, which has no variance: give at least two")
     variances, means = torch.var_mean(sums.double(), 0, correction=0)
     if not bool(variances.isfinite().all()):
         raise ValueError(
-            f"layer {name or 'the model'!r} gives values that are infinite or not a number: look for them in the "
-            "batch, and in the weights"
+            f"layer {name or 'the model'!r} returns NaN or infinite values: check the batch and the weights"
         )
     return LayerStatistics(name, type_before_parametrizations(module).__name__, sums.shape[0], means, variances)

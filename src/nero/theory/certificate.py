@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nero.theory.classifier import BATCH, Classifier, margin_between
-from nero.theory.rotations import Caps
+from nero.theory.classifier import BATCH_SIZE, Classifier, margin_between
+from nero.theory.rotations import LayerCaps
 
-#: Layers that keep order, entry by entry, when they evaluate.
+#: Layers that are monotone in every element in evaluation mode.
 _MONOTONE = (
     nn.Identity,
     nn.Flatten,
@@ -29,7 +29,7 @@ _MONOTONE = (
     nn.Softshrink,
     nn.Tanhshrink,
 )
-#: Those that do if they are set so. Softplus falls where it turns into the identity: by 2e-9 as torch sets it.
+#: Layers that are monotone for some options. Softplus falls by 2e-9 where it switches to the identity, at threshold 20.
 _MONOTONE_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
     nn.ELU: lambda layer: layer.alpha >= 0,
     nn.LeakyReLU: lambda layer: layer.negative_slope >= 0,
@@ -37,36 +37,36 @@ _MONOTONE_IF: dict[type[nn.Module], Callable[[Any], bool]] = {
 }
 
 
-def chain_of(model: nn.Module) -> list[nn.Module] | None:
-    """The layers of a plain perceptron in order; nothing for any other network."""
+def perceptron_layers(model: nn.Module) -> list[nn.Module] | None:
+    """Return the layers of a plain perceptron in order; ``None`` for any other network."""
     if type(model) is nn.Sequential:
-        parts = [chain_of(part) for part in model]
-        chain = [layer for part in parts if part is not None for layer in part]
-        return None if None in parts or _is_altered(model) else chain
-    plain = type(model) is nn.Linear or _is_monotone(model)
-    return [model] if plain and not _is_altered(model) else None
+        parts = [perceptron_layers(part) for part in model]
+        layers = [layer for part in parts if part is not None for layer in part]
+        return None if None in parts or _is_altered(model) else layers
+    is_plain = type(model) is nn.Linear or _is_monotone(model)
+    return [model] if is_plain and not _is_altered(model) else None
 
 
 @torch.no_grad()
-def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> bool:
-    r"""Whether no rotation of all neurons by up to an angle makes an error, proved up to rounding.
+def is_certified(solution: Classifier, perceptron: list[nn.Module], angle: float) -> bool:
+    r"""Return whether it is proved, up to rounding, that no rotation of all neurons by up to an angle makes an error.
 
-    Every activation is held in an interval around its value. A neuron w at an angle φ from its input x that turns
+    Every activation is enclosed in an interval around its value. A neuron w at an angle φ from its input x that turns
     by up to α moves its output :math:`\|w\| \|x\| \cos\varphi` within
-    :math:`\|w\| \|x\| \cos(\varphi \pm \alpha)`, and its input's own error e adds at most
+    :math:`\|w\| \|x\| \cos(\varphi \pm \alpha)`. An error e of its input adds at most
     :math:`\min(\|w\| \|e\|, \sum_i |w_i| |e_i| + 2 \sin\frac\alpha2 \|w\| \|e\|)`.
-    Of one layer that is the truth; of more it is a lower bound, the looser the deeper.
+    For one layer the intervals are exact. For several they are a lower bound, looser with depth.
     """
     turning = {id(caps.layer.parameter): (caps, solution.poles[name]) for name, caps in solution.caps.items()}
-    for start in range(0, len(solution.labels), BATCH):
-        part = slice(start, start + BATCH)
-        # one each, and none of them the data: an activation may work in place
+    for start in range(0, len(solution.labels), BATCH_SIZE):
+        part = slice(start, start + BATCH_SIZE)
+        # three copies, since an activation may work in place
         value, low, high = (solution.inputs[part].to(torch.float64, copy=True) for _ in range(3))
-        for layer in chain:
+        for layer in perceptron:
             if isinstance(layer, nn.Linear):
                 caps, weight = turning.get(id(layer.weight), (None, layer.weight))
                 bias = 0.0 if layer.bias is None else layer.bias.double()
-                value, low, high = (each + bias for each in _bounds(weight.double(), caps, angle, value, low, high))
+                value, low, high = (each + bias for each in _intervals(weight.double(), caps, angle, value, low, high))
             else:
                 value, low, high = (layer(each) for each in (value, low, high))
         if not bool((margin_between(low, high, solution.labels[part]) > 0).all()):
@@ -74,19 +74,19 @@ def certified(solution: Classifier, chain: list[nn.Module], angle: float) -> boo
     return True
 
 
-def _bounds(
-    weight: Tensor, caps: Caps | None, angle: float, value: Tensor, low: Tensor, high: Tensor
+def _intervals(
+    weight: Tensor, caps: LayerCaps | None, angle: float, value: Tensor, low: Tensor, high: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's sums, and the least and the most that they can be for inputs between low and high."""
+    """Return the sums of a layer, and their minimum and maximum for inputs between ``low`` and ``high``."""
     error = torch.maximum(high - value, value - low)
-    if caps is not None and caps.centred:  # a neuron without a mean sees no mean
+    if caps is not None and caps.centred:  # a centred neuron does not see the mean of its input
         value = value - value.mean(-1, keepdim=True)
     spread, sums = error @ weight.abs().T, value @ weight.T
-    if caps is None:  # its neurons stay
+    if caps is None:  # a frozen layer
         return sums, sums - spread, sums + spread
     lengths = caps.lengths.double().T
-    whole = lengths * error.norm(dim=-1, keepdim=True)
-    spread = torch.minimum(whole, spread + 2 * math.sin(angle / 2) * whole)
+    largest_spread = lengths * error.norm(dim=-1, keepdim=True)
+    spread = torch.minimum(largest_spread, spread + 2 * math.sin(angle / 2) * largest_spread)
     most = lengths * value.norm(dim=-1, keepdim=True)
     between = torch.where(most > 0, sums / most, 0.0).clamp(-1, 1).acos()
     lowest = most * (between + angle).clamp(max=math.pi).cos()
@@ -99,9 +99,9 @@ def _is_monotone(layer: nn.Module) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether a module may do something else than its class says: by a hook, or by what was set on it alone.
+    """Return whether a module may differ from its class, by a hook or by an attribute set on the instance.
 
-    A weight or a bias that was set there is no parameter, but may be made of one that turns.
+    A weight or bias set as an attribute is not a parameter, but may be computed from a neuron that turns.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks or vars(module).keys() & {"forward", "weight", "bias"})

@@ -1,4 +1,4 @@
-"""Turning neurons within caps: at random, and to where a linear function is least."""
+"""Rotations of neurons within caps: at random, and towards the minimum of a linear function."""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from nero.theory.layers import Layer
 
 
 @dataclass(frozen=True)
-class Caps:
-    """The neurons of one layer, each at the pole of a cap of the sphere on which it can turn.
+class LayerCaps:
+    """The neurons of one layer, each at the pole of a cap of its sphere.
 
     Attributes:
-        layer: whose neurons.
-        poles: the neurons at length one and, if centred, of mean zero; zero for those at the origin.
-        lengths: the neurons' norms, which a turn keeps.
-        centred: whether a turn keeps the neurons' mean at zero, too.
+        layer: the layer.
+        poles: the neurons at norm one and, if centred, mean zero; zero for neurons at the origin.
+        lengths: the norms of the neurons, which a rotation keeps.
+        centred: whether a rotation keeps the mean of a neuron at zero, too.
     """
 
     layer: Layer
@@ -28,8 +28,8 @@ class Caps:
     centred: bool
 
     @classmethod
-    def around(cls, layer: Layer, centred: bool) -> "Caps":
-        """Caps around the neurons as they are; a neuron of two entries turns freely, as the optimiser lets it."""
+    def around(cls, layer: Layer, centred: bool) -> "LayerCaps":
+        """Return caps around the current neurons. A neuron of two elements is never centred, as in the optimiser."""
         weights = layer.role.view(layer.parameter.detach())
         axes, centred = layer.role.axes, centred and layer.fan_in > 2
         lengths = norm(weights, axes)
@@ -48,32 +48,32 @@ class Caps:
 
     @property
     def sphere(self) -> int:
-        """The dimension of the sphere that a neuron can turn on."""
+        """The dimension of the sphere on which a neuron turns."""
         return self.layer.fan_in - (2 if self.centred else 1)
 
     @property
     def off_centre(self) -> float:
-        """How far neurons lie off their poles, at most, of their length."""
+        """The largest distance of a neuron from its pole, relative to its norm."""
         axes, weights = self.layer.role.axes, self.layer.role.view(self.layer.parameter.detach())
         away = norm(weights - self.poles * self.lengths, axes) / self.lengths
         return float(torch.where(self.lengths > 0, away, 0.0).max())
 
     def centre(self, tensor: Tensor) -> Tensor:
-        """What of a vector lies in the space of the sphere."""
+        """Project vectors onto the linear space of the sphere."""
         return tensor - tensor.mean(self.layer.role.axes, keepdim=True) if self.centred else tensor
 
     def random(self, angle: float, generator: torch.Generator) -> Tensor:
-        """The weights with every neuron drawn uniformly from its cap."""
+        """Return weights with every neuron drawn uniformly from its cap."""
         draw = torch.randn(self.poles.shape, generator=generator, dtype=self.poles.dtype, device=self.poles.device)
         angles = cap_angles(self.sphere, angle, self.lengths, generator)
         return self._turned(self._tangent(self.centre(draw)), angles).reshape(self.layer.parameter.shape)
 
-    def least(self, gradient: Tensor, angle: float, near: Tensor) -> Tensor:
-        """The weights with every neuron where, in its cap, the linear function of that gradient is least.
+    def minimum(self, gradient: Tensor, angle: float, near: Tensor) -> Tensor:
+        """Return weights with every neuron at the minimum over its cap of the linear function with this gradient.
 
-        That is straight down the gradient along the sphere, to the rim of the cap or to where the function is
-        least on all of the sphere, whichever comes first. Where all ways down are as good, it is the one towards
-        the weights given as near; a neuron without a gradient stays there.
+        From the pole the neuron moves down the gradient along the sphere, to the rim of the cap or to the minimum
+        over the whole sphere, whichever comes first. If all ways down are equal, it moves towards ``near``. A neuron
+        without a gradient stays at ``near``.
         """
         axes = self.layer.role.axes
         near = self.layer.role.view(near)
@@ -81,12 +81,12 @@ class Caps:
         steepness, tangent = norm(down, axes), self._tangent(down)
         slope = norm(tangent, axes)
         reach = torch.atan2(slope, (down * self.poles).sum(axes, keepdim=True)).clamp(max=angle)
-        even = slope <= 16 * torch.finfo(slope.dtype).eps * steepness  # the pole is the best point, or the worst
+        even = slope <= 16 * torch.finfo(slope.dtype).eps * steepness  # the pole is the minimum or the maximum
         turned = self._turned(torch.where(even, self._tangent(near), tangent), reach)
         return torch.where(steepness > 0, turned, near).reshape(self.layer.parameter.shape)
 
     def slope(self, gradient: Tensor) -> float:
-        """How fast a linear function of that gradient can fall as all neurons turn at one pace."""
+        """Return the fastest descent, per radian, of the linear function with this gradient as all neurons turn."""
         tangent = self._tangent(self.centre(self.layer.role.view(gradient)))
         return float((norm(tangent, self.layer.role.axes) * self.lengths).sum())
 
@@ -94,18 +94,18 @@ class Caps:
         return vectors - (vectors * self.poles).sum(self.layer.role.axes, keepdim=True) * self.poles
 
     def _turned(self, tangent: Tensor, angles: Tensor) -> Tensor:
-        can = (norm(tangent, self.layer.role.axes) > 0) & (self.lengths > 0)
-        direction = torch.where(can, tangent, 0.0)
-        for _ in range(2):  # once more, for where rounding left a part along the pole
+        can_turn = (norm(tangent, self.layer.role.axes) > 0) & (self.lengths > 0)
+        direction = torch.where(can_turn, tangent, 0.0)
+        for _ in range(2):  # twice, since rounding may leave a component along the pole
             direction = self._tangent(direction)
-            direction = direction / torch.where(can, norm(direction, self.layer.role.axes), 1.0)
+            direction = direction / torch.where(can_turn, norm(direction, self.layer.role.axes), 1.0)
         turned = (self.poles * angles.cos() + direction * angles.sin()) * self.lengths
-        return torch.where(can, turned, self.poles * self.lengths)
+        return torch.where(can_turn, turned, self.poles * self.lengths)
 
 
 def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator) -> Tensor:
-    """The angles from the pole of points drawn uniformly from caps of S^dim, one for each entry of a tensor."""
-    y, mass = _grid(dim, angle, like.device)
+    """Draw points uniformly from a cap of S^dim, one for each element of ``like``; return their angles to the pole."""
+    y, mass = _cumulative_density(dim, angle, like.device)
     uniform = torch.rand(like.shape, generator=generator, dtype=torch.float64, device=like.device) * mass[-1]
     after = torch.searchsorted(mass, uniform).clamp(1, len(mass) - 1)
     before = mass[after - 1]
@@ -114,17 +114,18 @@ def cap_angles(dim: int, angle: float, like: Tensor, generator: torch.Generator)
 
 
 @lru_cache(maxsize=64)
-def _grid(dim: int, angle: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    r"""Points y, and the integral up to each of the density of a cap's angles in them.
+def _cumulative_density(dim: int, angle: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    r"""Tabulate the integral of the density of a cap's angles over a grid of y.
 
-    That density is as :math:`\sin^{k-1}\theta`. With :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it becomes
-    smooth in y and all but gone beyond 7, in any dimension, so that its integral on a fixed grid can be inverted.
+    The density of the angle is proportional to :math:`\sin^{k-1}\theta`. With
+    :math:`\sin\theta = \sin\alpha \, e^{-y^2/k}` it is smooth in y and negligible beyond 7, in any dimension. So its
+    integral on a fixed grid can be inverted.
     """
     y = torch.linspace(0, 7, 4001, dtype=torch.float64, device=device)
     sine, cosine = math.sin(angle), math.cos(angle)
-    below = cosine**2 - sine**2 * torch.expm1(-2 * y**2 / dim)  # cos²θ, without cancellation near the rim
-    density = torch.where(below > 0, y * (-(y**2)).exp() / below.sqrt(), 0.0)
-    if cosine**2 < 1e-20:  # the hemisphere: y / cos θ has a limit at y = 0
+    cosine_squared = cosine**2 - sine**2 * torch.expm1(-2 * y**2 / dim)  # of θ, without cancellation near the rim
+    density = torch.where(cosine_squared > 0, y * (-(y**2)).exp() / cosine_squared.sqrt(), 0.0)
+    if cosine**2 < 1e-20:  # the hemisphere: the limit of y / cos θ at y = 0
         density[0] = math.sqrt(dim / 2)
     mass = torch.cumulative_trapezoid(density, y)
     return y, torch.cat([mass.new_zeros(1), mass])

@@ -1,4 +1,4 @@
-"""Watching a training run: how far each layer's neurons have turned, and what else a person wants to know."""
+"""Observation of a training run: how far the neurons of each layer have turned, and how healthy they are."""
 
 from nero.watching.reading import Layer, Reading, Spread
 from nero.watching.watcher import Watch, watch

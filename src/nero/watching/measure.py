@@ -1,4 +1,4 @@
-"""What is measured of layers that are alike, all of them at once and without waiting for the device."""
+"""Measurements of layers in batches of equal shape, without synchronising with the device."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from nero.options import FixNorm
 from nero.roles import Role
 from nero.rule import bias_correction, statistics_dtype
 
-#: The share of a layer's neurons below each number of a spread.
+#: The quantiles of a spread over the neurons of a layer.
 QUANTILES = (0.1, 0.5, 0.9)
-#: A neuron is near the limit if its largest weight is this much of what the constraints let it be.
-NEAR = 0.9
-#: How many numbers are measured at once: few enough for a cache, or for a GPU's memory.
-AT_ONCE = {"cpu": 1 << 20}
-ELSEWHERE = 1 << 24
+#: A neuron is near the limit if its largest weight is at least this share of the largest that the constraints allow.
+NEAR_LIMIT = 0.9
+#: The number of elements measured at once, by device type: few enough for a CPU's cache, or for a GPU's memory.
+MAX_ELEMENTS = {"cpu": 1 << 20}
+MAX_ELEMENTS_ELSEWHERE = 1 << 24
 
 
-class Followed(NamedTuple):
-    """The neurons, gains or biases of a parameter that are followed, as rows, and what goes with them."""
+class Sample(NamedTuple):
+    """The followed neurons, gains or biases of a parameter, as rows."""
 
     name: str
     part: Part
@@ -29,121 +29,121 @@ class Followed(NamedTuple):
     rows: Tensor
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """What layers must share to be measured together."""
+    def batch_key(self) -> tuple[Any, ...]:
+        """The properties that samples must share to be measured together."""
         group, dtype = self.part.group, self.part.parameter.dtype
-        held = (group["fix_mean"], self.fix_norm) if self.part.role.axes else (group["scale"],)
-        return (self.part.role.kind, self.rows.shape, self.rows.device, dtype, group["beta"], *held)
+        constraints = (group["fix_mean"], self.fix_norm) if self.part.role.axes else (group["scale"],)
+        return (self.part.role.kind, self.rows.shape, self.rows.device, dtype, group["beta"], *constraints)
 
     @property
     def fix_norm(self) -> FixNorm:
-        """How norms are held; not yet, where the norm that a neuron came with is first asked for at the next step."""
-        asked: FixNorm = self.part.group["fix_norm"]
-        return asked if asked != "initial" or "radius" in self.state else False
+        """The constraint on norms now; "initial" holds only after the next step has stored the radius."""
+        fix_norm: FixNorm = self.part.group["fix_norm"]
+        return fix_norm if fix_norm != "initial" or "radius" in self.state else False
 
 
-class Kept:
-    """Rows that are remembered, by layer, in the stacks in which they were measured."""
+class Snapshot:
+    """Rows of earlier weights by layer name, stored as they were stacked for measurement."""
 
-    def __init__(self) -> None:
-        self.rows: dict[str, Tensor] = {}
+    def __init__(self, rows: dict[str, Tensor] | None = None) -> None:
+        self.rows: dict[str, Tensor] = rows or {}
         self._stacks: dict[tuple[str, ...], Tensor] = {}
 
-    def put(self, stacks: dict[tuple[str, ...], Tensor]) -> None:
-        """Remember these instead of whatever was kept of the same layers."""
+    def update(self, stacks: dict[tuple[str, ...], Tensor]) -> None:
+        """Replace the rows of these layers."""
         self._stacks = stacks
         for names, stack in stacks.items():
             self.rows.update(zip(names, stack, strict=True))
 
     def get(self, names: tuple[str, ...], now: Tensor) -> Tensor:
-        """The rows that were kept of layers; those of now for what is new, or another by now."""
+        """Return the stored rows of layers; the current ones for layers that are new or have another shape."""
         stack = self._stacks.get(names)
         if stack is not None and (stack.shape, stack.dtype, stack.device) == (now.shape, now.dtype, now.device):
             return stack
-        found = [(self.rows.get(name), own) for name, own in zip(names, now, strict=True)]
-        return torch.stack([own if one is None or one.shape != own.shape else one.to(own) for one, own in found])
+        pairs = [(self.rows.get(name), new) for name, new in zip(names, now, strict=True)]
+        return torch.stack([new if old is None or old.shape != new.shape else old.to(new) for old, new in pairs])
 
 
-class Measured(NamedTuple):
-    """A line of numbers a layer, on the device, and the rows to be kept."""
+class Measurement(NamedTuple):
+    """A row of numbers per layer, on the device, and the rows for the snapshots."""
 
     table: Tensor
     start: Tensor
     now: Tensor
 
 
-def follow(name: str, part: Part, state: dict[str, Tensor], most: int | None) -> Followed | None:
-    """A parameter's followed rows, evenly spaced and at most so many; ``None`` if it has none here."""
-    parameter = _here(part.parameter, part.role)
+def take_sample(name: str, part: Part, state: dict[str, Tensor], neurons: int | None) -> Sample | None:
+    """Return at most ``neurons`` evenly spaced neurons of a parameter; ``None`` if this process holds none."""
+    parameter = _local(part.parameter, part.role)
     if not parameter.numel():
         return None
-    return Followed(name, part, state, _picked(part.role.view(parameter), part.role.axes, most))
+    return Sample(name, part, state, _rows(part.role.view(parameter), part.role.axes, neurons))
 
 
-def bundles(followed: list[Followed]) -> list[list[Followed]]:
-    """Layers that are alike together, as many as are measured at once."""
-    alike: dict[tuple[Any, ...], list[list[Followed]]] = {}
-    for each in followed:
-        made = alike.setdefault(each.kind, [[]])
-        room = AT_ONCE.get(each.rows.device.type, ELSEWHERE) // each.rows.numel()
-        if len(made[-1]) >= max(1, room):
-            made.append([])
-        made[-1].append(each)
-    return [bundle for made in alike.values() for bundle in made]
+def make_batches(samples: list[Sample]) -> list[list[Sample]]:
+    """Group samples that can be measured together, up to the limit of elements."""
+    by_key: dict[tuple[Any, ...], list[list[Sample]]] = {}
+    for sample in samples:
+        batches = by_key.setdefault(sample.batch_key, [[]])
+        room = MAX_ELEMENTS.get(sample.rows.device.type, MAX_ELEMENTS_ELSEWHERE) // sample.rows.numel()
+        if len(batches[-1]) >= max(1, room):
+            batches.append([])
+        batches[-1].append(sample)
+    return [batch for batches in by_key.values() for batch in batches]
 
 
-def measure(bundle: list[Followed], start: Kept, last: Kept, most: int | None) -> Measured:
-    """Measure a bundle beside its rows at the start and at the last reading."""
-    first, names = bundle[0].part, tuple(each.name for each in bundle)
-    rows = torch.stack([each.rows for each in bundle]).to(statistics_dtype(first.parameter.dtype))
+def measure(batch: list[Sample], start: Snapshot, last: Snapshot, neurons: int | None) -> Measurement:
+    """Measure a batch against its rows at the start and at the last reading."""
+    first, names = batch[0].part, tuple(sample.name for sample in batch)
+    rows = torch.stack([sample.rows for sample in batch]).to(statistics_dtype(first.parameter.dtype))
     if first.role.axes:
-        # a neuron is kept at unit norm, and one at the origin, which has no direction, as what is not a number
+        # unit rows; a neuron at the origin, which has no direction, becomes NaN
         peak = torch.linalg.vector_norm(rows, math.inf, 2, keepdim=True)
         now = rows.div_(peak)
         length = torch.linalg.vector_norm(now, dim=2, keepdim=True)
         now = now.div_(length)
         begun = start.get(names, now)
-        begun = torch.where(begun[:, :, :1].isnan(), now, begun)  # where it first has a direction, there it starts
+        begun = torch.where(begun[:, :, :1].isnan(), now, begun)  # a neuron starts at its first direction
         moved = [_angle(now, last.get(names, now)), _angle(now, begun)]
-        near, off = _limits(bundle, now, peak, length, most)
+        near, off = _limits(batch, now, peak, length, neurons)
     else:
         now = rows
         begun = start.get(names, now)
-        scale = first.group["scale"] or _one_a_layer(bundle, "scale")
+        scale = first.group["scale"] or _state_by_layer(batch, "scale")
         moved = [(now - other).abs() / scale for other in (last.get(names, now), begun)]
-        near = off = torch.full((len(bundle),), math.nan, device=now.device)
-    grad_norm, silent = _gradients(bundle, most)
+        near = off = torch.full((len(batch),), math.nan, device=now.device)
+    grad_norm, silent = _gradients(batch, neurons)
     spreads = _spreads(torch.stack([*moved, grad_norm]).squeeze(3))
-    return Measured(torch.cat([spreads, torch.stack([silent, near, off], 1)], 1), begun, now)
+    return Measurement(torch.cat([spreads, torch.stack([silent, near, off], 1)], 1), begun, now)
 
 
-def _here(tensor: Tensor, role: Role) -> Tensor:
-    """What this process has of a tensor: of one that is sharded between neurons its own, else all of it."""
+def _local(tensor: Tensor, role: Role) -> Tensor:
+    """Return the local neurons of a tensor that is sharded between neurons, else the whole tensor."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    cut = {place.dim for place in tensor.placements if place.is_shard()}  # type: ignore[attr-defined]
-    whole = cut & set(role.fan_in_axes or ()) or role.fan_in_groups > 1
-    whole = whole or any(place.is_partial() for place in tensor.placements)  # type: ignore[attr-defined]
-    local: Tensor = tensor.full_tensor() if whole else tensor.to_local()  # type: ignore[attr-defined]
+    sharded_axes = {place.dim for place in tensor.placements if place.is_shard()}  # type: ignore[attr-defined]
+    needs_all = sharded_axes & set(role.fan_in_axes or ()) or role.fan_in_groups > 1
+    needs_all = needs_all or any(place.is_partial() for place in tensor.placements)  # type: ignore[attr-defined]
+    local: Tensor = tensor.full_tensor() if needs_all else tensor.to_local()  # type: ignore[attr-defined]
     return local
 
 
-def _picked(tensor: Tensor, axes: tuple[int, ...], most: int | None) -> Tensor:
-    """Neurons as rows: every one, or every second, or every third, until there are no more than wanted."""
+def _rows(tensor: Tensor, axes: tuple[int, ...], limit: int | None) -> Tensor:
+    """Return neurons as rows: every n-th, with the smallest n that gives at most ``limit``."""
     others = [axis for axis in range(tensor.dim()) if axis not in axes]
     if axes and others != [0]:
         tensor = tensor.permute(*others, *axes)
     rows = tensor.flatten(0, len(others) - 1) if others else tensor.unsqueeze(0)
     count = rows.shape[0]
-    if most is not None and count > most:
-        rows = rows[:: math.ceil(count / most)]
+    if limit is not None and count > limit:
+        rows = rows[:: math.ceil(count / limit)]
     return rows.flatten(1) if axes else rows.unsqueeze(1)
 
 
 def _angle(one: Tensor, other: Tensor) -> Tensor:
-    """Between rows of unit norm; from their distance, since the cosine tells no small angles apart.
+    """Return the angles between unit rows, from their distance.
 
-    What it gives up is the last digits of a half turn.
+    The cosine would lose small angles to rounding. The distance loses the last digits of angles near π instead.
     """
     distance = torch.linalg.vector_norm(one - other, dim=2, keepdim=True)
     angle: Tensor = 2 * (distance / 2).clamp_max(1).asin()
@@ -151,8 +151,8 @@ def _angle(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _spreads(values: Tensor) -> Tensor:
-    """The quantiles, over the neurons that have a number, of kinds x layers x neurons: layers x (kinds x quantiles)."""
-    ordered = values.sort(2).values  # what is not a number comes last
+    """Return quantiles over neurons, without NaN: (quantities, layers, neurons) to (layers, quantities * quantiles)."""
+    ordered = values.sort(2).values  # NaN comes last
     last = (~ordered.isnan()).sum(2, keepdim=True, dtype=values.dtype) - 1
     places = torch.cat([last * quantile for quantile in QUANTILES], 2).clamp_min(0)
     below = places.floor()
@@ -161,44 +161,45 @@ def _spreads(values: Tensor) -> Tensor:
     return found.transpose(0, 1).flatten(1)
 
 
-def _one_a_neuron(bundle: list[Followed], key: str, most: int | None) -> Tensor:
-    """A state of the followed neurons, by layer."""
-    return torch.stack([_picked(_here(each.state[key], each.part.role), each.part.role.axes, most) for each in bundle])
+def _state_by_neuron(batch: list[Sample], key: str, neurons: int | None) -> Tensor:
+    roles = [sample.part.role for sample in batch]
+    states = [_local(sample.state[key], role) for sample, role in zip(batch, roles, strict=True)]
+    return torch.stack([_rows(state, role.axes, neurons) for state, role in zip(states, roles, strict=True)])
 
 
-def _one_a_layer(bundle: list[Followed], key: str) -> Tensor:
-    return torch.stack([_here(each.state[key], each.part.role) for each in bundle]).reshape(-1, 1, 1)
+def _state_by_layer(batch: list[Sample], key: str) -> Tensor:
+    return torch.stack([_local(sample.state[key], sample.part.role) for sample in batch]).reshape(-1, 1, 1)
 
 
-def _gradients(bundle: list[Followed], most: int | None) -> tuple[Tensor, Tensor]:
-    """The root mean square of gradients' norms, and the share of those that never had any; none before a step."""
-    average, steps = _one_a_neuron(bundle, "grad_norm", most), _one_a_layer(bundle, "step")
-    corrected = average / bias_correction(steps, bundle[0].part.group["beta"], average.dtype)
+def _gradients(batch: list[Sample], neurons: int | None) -> tuple[Tensor, Tensor]:
+    """Return the root mean square of gradient norms, and the share of silent neurons (NaN before the first step)."""
+    average, steps = _state_by_neuron(batch, "grad_norm", neurons), _state_by_layer(batch, "step")
+    corrected = average / bias_correction(steps, batch[0].part.group["beta"], average.dtype)
     silent = average == 0
     return torch.where(silent, 0.0, corrected), torch.where(steps.flatten() > 0, _share(silent), math.nan)
 
 
 def _limits(
-    bundle: list[Followed], unit: Tensor, peak: Tensor, length: Tensor, most: int | None
+    batch: list[Sample], unit: Tensor, peak: Tensor, length: Tensor, neurons: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The shares of neurons near the limit of what the constraints allow, and of those that they do not hold."""
-    dtype, fan_in, fix_norm = bundle[0].part.parameter.dtype, unit.shape[2], bundle[0].fix_norm
-    fix_mean = bundle[0].part.group["fix_mean"] and fan_in > 2
-    # of the neuron that has all its weight on one input; peak / (peak * length) is the largest weight's share
+    """Return the shares of neurons near the limit of the constraints, and of neurons that violate the constraints."""
+    dtype, fan_in, fix_norm = batch[0].part.parameter.dtype, unit.shape[2], batch[0].fix_norm
+    fix_mean = batch[0].part.group["fix_mean"] and fan_in > 2
+    # the limit is a neuron with all its weight on one input; peak / (peak * length) is the largest weight's share
     limit = math.sqrt(1 - 1 / fan_in) if fix_mean else 1.0
-    near = 1 / length >= NEAR * limit
-    # how far from its projection a neuron is, relative to its norm: by its mean, and by what the norm then lacks
+    near = 1 / length >= NEAR_LIMIT * limit
+    # the distance to the neuron's projection, relative to its norm: first the mean, then the norm of the rest
     shift = unit.mean(2, keepdim=True) * math.sqrt(fan_in) if fix_mean else torch.zeros_like(peak)
     distance = shift.abs()
     if fix_norm:
-        radius = _one_a_neuron(bundle, "radius", most) if fix_norm == "initial" else 1.0
+        radius = _state_by_neuron(batch, "radius", neurons) if fix_norm == "initial" else 1.0
         centred = (1 - shift.square()).clamp_min(0).sqrt()
         distance = torch.hypot(distance, centred - radius / (peak * length))
     rounding = torch.finfo(dtype).eps + 16 * torch.finfo(unit.dtype).eps
-    free = not (fix_mean or fix_norm)
-    return _share(near), _share(~(distance <= rounding) & ~((peak == 0) & free))
+    is_free = not (fix_mean or fix_norm)
+    return _share(near), _share(~(distance <= rounding) & ~((peak == 0) & is_free))
 
 
-def _share(which: Tensor) -> Tensor:
-    """Of each layer's neurons."""
-    return which.float().mean((1, 2))
+def _share(mask: Tensor) -> Tensor:
+    """Return the share of each layer's neurons for which the mask is true."""
+    return mask.float().mean((1, 2))

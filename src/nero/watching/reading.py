@@ -1,4 +1,4 @@
-"""What a reading holds: a line of numbers for each layer, fetched from the device when they are asked for."""
+"""A reading of a watch: a row of numbers per layer, fetched from the device on first access."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,16 +7,20 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from nero.text_table import text_table
+
+HEADER = ("layer", "role", "turned", "from start", "grad norm", "silent", "near limit", "off balance", "skipped")
+
 
 class Writer(Protocol):
-    """What numbers are written to: TensorBoard's ``SummaryWriter``, or whatever has its method."""
+    """A target for scalars, such as TensorBoard's ``SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number."""
 
 
 class Spread(NamedTuple):
-    """How a number is spread over a layer's neurons: a tenth of them are below ``low``, half, nine tenths."""
+    """Three quantiles over the neurons of a layer: 10 %, 50 % and 90 %."""
 
     low: float
     middle: float
@@ -24,25 +28,25 @@ class Spread(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """One parameter, as it was when it was read.
+    """The numbers of one parameter at one reading.
 
     Args:
-        name: the optimiser's name of it.
+        name: the name of the parameter in the optimiser.
         role: ``"neuron"``, ``"gain"`` or ``"bias"``.
-        followed: how many of its neurons, gains or biases the numbers are of.
-        step: how many steps it has made.
-        skipped: how many updates of it sat out because a gradient was not finite.
-        turned: the angle from where a neuron was at the last reading, in radians. A gain or bias has none: how far it
-            has moved, in units of its scale. Both are what the learning rate is to one step.
-        from_start: the same from where it was when the watch began.
-        grad_norm: the root mean square of its gradients' norms: the optimiser's running average, corrected.
-        silent: the share that has had no gradient but zero, such as the neurons behind a ReLU that is never on, or
-            none that was finite, which ``skipped`` tells of; nan before its first step.
-        near_limit: the share of neurons near the limit of what the constraints allow, which is to have all weight on
-            one input: of balanced weights the largest is at most sqrt(1 - 1/fan_in), and theirs is 90 % of it.
-        off_balance: the share of neurons that the constraints do not hold, beyond what rounding explains: at the
-            origin or constant until their first gradient, or changed since by others. No number but nan for gains
-            and biases, as the one before.
+        followed: the number of its neurons, gains or biases that the numbers are taken from.
+        step: the number of steps it has made.
+        skipped: the number of its updates that were skipped because a gradient was not finite.
+        turned: the angle since the last reading, in radians. For gains and biases, the distance moved, in units of
+            their scale. The learning rate is the size of one step in either unit.
+        from_start: the same since the watch began.
+        grad_norm: the root mean square of the gradient norms: the optimiser's running average, bias-corrected.
+        silent: the share that has never had a finite gradient other than zero, such as neurons behind a ReLU that is
+            never active. NaN before the first step.
+        near_limit: the share of neurons whose largest weight is at least 90 % of the largest that the constraints
+            allow. That limit is all weight on one input: sqrt(1 - 1/fan_in) for balanced neurons. NaN for gains and
+            biases.
+        off_balance: the share of neurons that violate the constraints by more than rounding: zero or constant neurons
+            before their first gradient, or neurons changed by other code. NaN for gains and biases.
     """
 
     name: str
@@ -58,47 +62,57 @@ class Layer(NamedTuple):
     off_balance: float
 
 
-class Lines(NamedTuple):
-    """Layers that were measured together: what is known here, and numbers that may still be on a device."""
+class LayerHead(NamedTuple):
+    """The part of a layer's row that is known without the device."""
 
-    heads: Sequence[tuple[int, str, str, int]]  # the layer's place, name, role and how many of it are followed
+    place: int
+    name: str
+    role: str
+    followed: int
+
+
+class BatchResult(NamedTuple):
+    """Layers that were measured together; the tensors may still be on the device."""
+
+    heads: Sequence[LayerHead]
     steps: Tensor
     skipped: Tensor
     table: Tensor
 
     def layers(self) -> Iterator[tuple[int, Layer]]:
-        numbers = zip(self.heads, self.steps.tolist(), self.skipped.tolist(), self.table.tolist(), strict=True)
-        for (place, name, role, followed), step, skipped, line in numbers:
-            spreads = (Spread(*line[0:3]), Spread(*line[3:6]), Spread(*line[6:9]))
-            yield place, Layer(name, role, followed, int(step), skipped, *spreads, *line[9:])
+        """Fetch the numbers; yield each layer with its place in the optimiser's order."""
+        rows = zip(self.heads, self.steps.tolist(), self.skipped.tolist(), self.table.tolist(), strict=True)
+        for head, step, skipped, row in rows:
+            spreads = (Spread(*row[0:3]), Spread(*row[3:6]), Spread(*row[6:9]))
+            yield head.place, Layer(head.name, head.role, head.followed, int(step), skipped, *spreads, *row[9:])
 
 
 class Reading:
-    """The layers at one moment of a training run; prints as a table. ``reading["0.weight"]`` is one of them.
+    """All layers at one moment of a training run; prints as a table. ``reading["0.weight"]`` is one layer.
 
-    Nothing waits for the device until a number is asked for.
+    The numbers stay on the device until they are first accessed.
     """
 
-    def __init__(self, lines: Sequence[Lines] = (), step: int | None = None) -> None:
-        self._lines, self._step = list(lines), step
+    def __init__(self, results: Sequence[BatchResult] = (), step: int | None = None) -> None:
+        self._results, self._step = list(results), step
 
     @classmethod
     def of(cls, layers: Sequence[Layer], step: int) -> "Reading":
-        """A reading of numbers that are here, such as saved ones."""
-        made = cls(step=step)
-        made.layers = tuple(layers)
-        return made
+        """Return a reading of known numbers, such as saved ones."""
+        reading = cls(step=step)
+        reading.layers = tuple(layers)
+        return reading
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """A line for each parameter, in the optimiser's order."""
-        found = sorted(placed for lines in self._lines for placed in lines.layers())
-        self._lines = []
+        """One :class:`Layer` for each parameter, in the optimiser's order."""
+        found = sorted(placed for result in self._results for placed in result.layers())
+        self._results = []
         return tuple(layer for _, layer in found)
 
     @property
     def step(self) -> int:
-        """The number that was given to the reading, or how many steps the optimiser has made."""
+        """The step given to :meth:`Watch.read`, or the number of steps the optimiser has made."""
         return max((layer.step for layer in self.layers), default=0) if self._step is None else self._step
 
     def __getitem__(self, name: str) -> Layer:
@@ -108,43 +122,22 @@ class Reading:
         raise KeyError(f"no layer {name!r}; there are {', '.join(layer.name for layer in self.layers)}")
 
     def __str__(self) -> str:
-        header = (
-            "layer",
-            "role",
-            "turned",
-            "from start",
-            "grad norm",
-            "silent",
-            "near limit",
-            "off balance",
-            "skipped",
-        )
-        table = [header, *map(_cells, self.layers)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([f"step {self.step}", *lines])
+        return f"step {self.step}\n" + text_table(HEADER, map(_cells, self.layers))
 
-    __repr__ = __str__  # a notebook shows the repr
+    __repr__ = __str__  # notebooks show the repr
 
     def write(self, writer: Writer) -> None:
-        """Write the numbers, of spreads the middle, as scalars named like ``turned/0.weight``.
+        """Write the numbers as scalars with tags like ``turned/0.weight``; spreads are written as their medians.
 
         Args:
-            writer: a ``torch.utils.tensorboard.SummaryWriter``, or whatever has an ``add_scalar`` like it.
+            writer: a ``torch.utils.tensorboard.SummaryWriter``, or any object with the same ``add_scalar``.
         """
         if not hasattr(writer, "add_scalar"):
-            raise TypeError(f"a writer has add_scalar(tag, value, step), but this {type(writer).__name__} has not")
+            raise TypeError(f"a writer must have add_scalar(tag, value, step), got {type(writer).__name__}")
         for layer in self.layers:
-            for what, value in _scalars(layer).items():
+            for quantity, value in _scalars(layer).items():
                 if not math.isnan(value):
-                    writer.add_scalar(f"{what}/{layer.name}", value, self.step)
+                    writer.add_scalar(f"{quantity}/{layer.name}", value, self.step)
 
 
 def _scalars(layer: Layer) -> dict[str, float]:

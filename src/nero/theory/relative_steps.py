@@ -10,18 +10,19 @@ from nero.roles import KINDS, Kind
 from nero.rule import norm, statistics_dtype
 from nero.scalars import as_float
 from nero.text_table import text_table
-from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
+from nero.theory.layers import Layer, layers_of
+from nero.theory.perturbation import Perturbation, check_perturbation, frobenius_norm, ratio
 
 
 @dataclass(frozen=True)
 class LayerStep:
-    """How far a step goes in one parameter.
+    """The relative size of a step in one parameter.
 
     Attributes:
-        name: the parameter's.
-        kind: its role's.
-        neuron: the largest ‖Δw‖ / ‖w‖ of its neurons, or |Δb| / |b| of its entries.
-        layer: ‖ΔW‖_F / ‖W‖_F, which is never larger.
+        name: the name of the parameter.
+        kind: the kind of its role.
+        neuron: the largest ‖Δw‖ / ‖w‖ over its neurons, or |Δb| / |b| over its elements.
+        layer: ‖ΔW‖_F / ‖W‖_F, which is never larger than ``neuron``.
     """
 
     name: str
@@ -32,7 +33,7 @@ class LayerStep:
 
 @dataclass(frozen=True)
 class RelativeStep:
-    """How far a step goes, relative to what it moves; prints as a table.
+    """The relative size of a step in every parameter; prints as a table.
 
     Attributes:
         layers: one :class:`LayerStep` for each trained parameter.
@@ -47,7 +48,7 @@ class RelativeStep:
 
     @property
     def layer(self) -> float:
-        """The smallest η for which the step is per-layer relative; by Eq. (pnpl) no larger."""
+        """The smallest η for which the step is per-layer relative; at most ``neuron``, by Eq. (pnpl)."""
         return max(layer.layer for layer in self.layers)
 
     def __str__(self) -> str:
@@ -56,7 +57,7 @@ class RelativeStep:
 
 
 def relative_step(model: nn.Module, perturbation: Perturbation) -> RelativeStep:
-    r"""How far a step goes per neuron and per layer: both sides of Eq. (pnpl).
+    r"""Measure the relative size of a step per neuron and per layer: both sides of Eq. (pnpl).
 
     "A per-neuron relative update is automatically per-layer relative": for a weight matrix W with the
     neurons :math:`w^{(i)}` as rows,
@@ -66,8 +67,8 @@ def relative_step(model: nn.Module, perturbation: Perturbation) -> RelativeStep:
         \le \max_i \frac{\|\Delta w^{(i)}\|}{\|w^{(i)}\|} .
 
     Args:
-        model: at W.
-        perturbation: ΔW, by the parameters' names; what is not named stays.
+        model: the network at W.
+        perturbation: ΔW, by parameter name. Parameters that it does not name stay unchanged.
 
     Example:
         >>> model = nn.Linear(2, 2, bias=False)
@@ -80,25 +81,26 @@ def relative_step(model: nn.Module, perturbation: Perturbation) -> RelativeStep:
     """
     layers = layers_of(model, KINDS)
     check_perturbation(model, perturbation)
-    return RelativeStep(tuple(_step(layer, perturbation) for layer in layers))
+    return RelativeStep(tuple(_layer_step(layer, perturbation) for layer in layers))
 
 
 def is_per_neuron_relative(
     model: nn.Module, perturbation: Perturbation, eta: float, *, tolerance: float | None = None
 ) -> bool:
-    r"""Whether no neuron moves by more than η of its own size.
+    r"""Return whether no neuron moves by more than a share η of its own norm.
 
     Definition 5: "A step of size η > 0 is said to be per-neuron relative if for any neuron with
     weights w and bias b, the perturbations satisfy
-    :math:`\|\Delta w\|_2 / \|w\|_2 \le \eta` and :math:`|\Delta b| / |b| \le \eta`." Gains count as biases do.
-    A bias of zero that moves is infinitely far from that; Nero, whose steps of biases are relative to
-    the scale they started with, leaves the definition there.
+    :math:`\|\Delta w\|_2 / \|w\|_2 \le \eta` and :math:`|\Delta b| / |b| \le \eta`."
+
+    Gains are measured like biases. A bias of zero that moves has an infinite relative size. Nero measures biases
+    against their initial scale instead, and so departs from the definition there.
 
     Args:
-        model: at W.
-        perturbation: ΔW, by the parameters' names; what is not named stays.
+        model: the network at W.
+        perturbation: ΔW, by parameter name. Parameters that it does not name stay unchanged.
         eta: η.
-        tolerance: how far the ratio may be above η; by default what rounding to the parameters' dtype explains.
+        tolerance: how far the ratio may exceed η; by default the rounding error of the parameters' dtype.
 
     Example:
         >>> model = nn.Linear(4, 2, bias=False)
@@ -107,7 +109,7 @@ def is_per_neuron_relative(
         (True, False)
     """
     if not as_float(eta) > 0:
-        raise ValueError(f"eta must be a positive number, like 0.01, but it is {eta!r}")
+        raise ValueError(f"eta must be a positive number, like 0.01, got {eta!r}")
     given = None if tolerance is None else checked_tolerance(tolerance)
     layers = relative_step(model, perturbation).layers
     parameters = dict(model.named_parameters())
@@ -115,11 +117,13 @@ def is_per_neuron_relative(
     return all(layer.neuron <= as_float(eta) + (2 * eps[layer.name] if given is None else given) for layer in layers)
 
 
-def _step(layer: Layer, perturbation: Perturbation) -> LayerStep:
+def _layer_step(layer: Layer, perturbation: Perturbation) -> LayerStep:
     if layer.name not in perturbation:
         return LayerStep(layer.name, layer.role.kind, 0.0, 0.0)
     weights, change = layer.parameter.detach(), perturbation[layer.name].detach().to(layer.parameter.device)
     dtype = statistics_dtype(weights.dtype)
     sizes, moves = (norm(layer.role.view(each).to(dtype), layer.role.axes) for each in (weights, change))
-    largest = torch.where(moves > 0, moves / sizes, 0.0).max()  # what is at the origin moves infinitely far
-    return LayerStep(layer.name, layer.role.kind, float(largest), ratio(length(change), length(weights)))
+    largest = torch.where(moves > 0, moves / sizes, 0.0).max()  # infinite for a neuron at the origin that moves
+    return LayerStep(
+        layer.name, layer.role.kind, float(largest), ratio(frobenius_norm(change), frobenius_norm(weights))
+    )

@@ -41,19 +41,20 @@ def summary() -> str:
     """Make README's table: steps on a GPU."""
     lines = []
     for shapes, rows in _by_shapes("cuda").items():
-        nero, sgd = rows["Nero (triton)"], rows[SGD]
+        nero, sgd, adam = rows["Nero (triton)"], rows[SGD], rows[ADAM]
         device = nero["device_milliseconds"]
         lines.append(
             [
                 shapes,
-                f"{nero['parameters'] / 1e6:.0f} M",
                 f"{device:.3g} ms",
                 f"{device / sgd['device_milliseconds']:.2f}",
-                f"{device / rows[ADAM]['device_milliseconds']:.2f}",
-                f"{100 * nero['state_of_adam']:.2f} %",
+                f"{device / adam['device_milliseconds']:.2f}",
+                f"{nero['milliseconds']:.3g} ms",
+                f"{nero['of_fused_sgd']:.2f}",
+                f"{nero['of_fused_adam']:.2f}",
             ]
         )
-    return _table(["shapes of", "parameters", "a step", "/ fused SGD", "/ fused Adam", "state / Adam's"], lines)
+    return _table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
 
 
 def gpu_steps() -> str:
@@ -130,15 +131,27 @@ def training() -> str:
 
 def suite() -> str:
     """Make the table of the time of whole tasks on a GPU."""
-    rows: dict[str, dict[str, Row]] = {}
+    times: dict[str, dict[str, str]] = {}
     for row in record("suite-cuda")["rows"]:
-        if row.get("side_by_side") == 1:
-            rows.setdefault(row["task"], {})[row["precision"]] = row
-    lines = [
-        [f"`{task}`", *(f"{by_precision[name]['seconds_in_full']:.0f} s" for name in ("float32", "tf32"))]
-        for task, by_precision in rows.items()
-    ]
+        if count := row.get("side_by_side"):
+            name = f"`{row['task']}`" if count == 1 else f"`{row['task']}`, {count} runs side by side"
+            times.setdefault(name, {})[row["precision"]] = f"{row['seconds_in_full']:.0f} s"
+    precisions = ("float32", "tf32")
+    lines = [[name, *(by_precision.get(each, "not run") for each in precisions)] for name, by_precision in times.items()]
     return _table(["task", "float32", "TF32"], lines)
+
+
+def script() -> str:
+    """Make the table of steps of mnist-deep beside those of the paper's script."""
+    lines, ours = [], 0.0
+    for row in record("suite-cuda")["rows"]:
+        if row["task"] == "mnist-deep" and row["side_by_side"] == 1:
+            ours = row["milliseconds_a_step"]
+        elif "times_ours" in row:
+            lines.append(
+                [row["precision"], f"{ours:.1f} ms", f"{row['milliseconds_a_step']:.1f} ms", f"{row['times_ours']:.1f}"]
+            )
+    return _table(["precision", "ours", "the authors' way", "ratio"], lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -148,6 +161,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tensors": tensors,
     "training": training,
     "suite": suite,
+    "script": script,
 }
 
 

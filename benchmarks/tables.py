@@ -137,7 +137,9 @@ def suite() -> str:
             name = f"`{row['task']}`" if count == 1 else f"`{row['task']}`, {count} runs side by side"
             times.setdefault(name, {})[row["precision"]] = f"{row['seconds_in_full']:.0f} s"
     precisions = ("float32", "tf32")
-    lines = [[name, *(by_precision.get(each, "not run") for each in precisions)] for name, by_precision in times.items()]
+    lines = [
+        [name, *(by_precision.get(each, "not run") for each in precisions)] for name, by_precision in times.items()
+    ]
     return _table(["task", "float32", "TF32"], lines)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import write_record
 from end_to_end import Perceptron
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +33,7 @@ from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Precision, Task
-from nero_lab.store import commit, write_whole
+from nero_lab.store import commit
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -73,8 +74,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     replaced = {_key(row) for row in rows}
     rows = [row for row in before or [] if _key(row) not in replaced] + [{**row, **common} for row in rows]
-    text = json.dumps({**record, "rows": rows}, indent=1) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_record(path, {**record, "rows": rows})
     console.print(f"written to {path}", soft_wrap=True)
     return 0
 

@@ -19,7 +19,7 @@ BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
-    """Write all tables anew."""
+    """Write all tables from the records."""
     for name in PAGES:
         page = ROOT / name
         page.write_text(filled(page.read_text()))
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables made anew."""
+    """Return a page with its tables filled from the records."""
     return BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n\n{block[3]}", text)
 
 

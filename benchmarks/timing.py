@@ -26,7 +26,7 @@ MAX_BURST_STEPS = 200
 
 
 class Budget(NamedTuple):
-    """How long to measure."""
+    """The limits of a measurement."""
 
     rounds: int = 30  # each contender has one turn per round
     seconds: float = 1.0  # a contender stops when its turns have taken this long

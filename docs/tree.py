@@ -15,13 +15,13 @@ BLOCK = re.compile(r"(<!-- tree: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> int:
-    """Write all trees anew."""
+    """Write all trees."""
     PAGE.write_text(filled(PAGE.read_text()))
     return 0
 
 
 def filled(text: str) -> str:
-    """Return the page with its trees made anew."""
+    """Return the page with its trees filled."""
     return BLOCK.sub(lambda block: f"{block[1]}\n```\n{tree(ROOT / block[2])}\n```\n\n{block[3]}", text)
 
 

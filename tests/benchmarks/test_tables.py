@@ -28,6 +28,13 @@ def test_committed_records_are_of_whole_runs(device: str):
     assert record["torch"] in page
 
 
+def test_state_is_a_small_share_of_adams():
+    """README says at most 0.2 %."""
+    for device, backend in (("cpu", "numba"), ("cuda", "triton")):
+        rows = [row for row in tables.record(device)["step"] if row["optimiser"] == f"Nero ({backend})"]
+        assert max(row["state_of_adam"] for row in rows) <= 0.002
+
+
 def test_distances_grow_as_images_get_worse():
     record = json.loads((tables.ROOT / "benchmarks/results/distances.json").read_text())
     (found,) = record["from training images to"].values()

@@ -8,7 +8,7 @@ import torch
 from shapes import Parameters, flat, groups
 
 import nero
-from nero.backends import available
+from nero.backends import backends_for
 
 Make: TypeAlias = Callable[[Parameters], torch.optim.Optimizer]
 
@@ -66,7 +66,7 @@ def find_contenders(device: torch.device, with_compiled: bool) -> tuple[list[Con
     others, reason = _pytorch_optimizer()
     found += others
     notes += reason
-    return found + [nero_by(backend) for backend in available(device)], notes
+    return found + [nero_by(backend) for backend in backends_for(device)], notes
 
 
 def _compiled() -> list[Contender]:

@@ -7,7 +7,7 @@ from shapes import Shapes, matrices
 from step import measure
 from timing import Bench, Job, Row
 
-from nero.backends import available
+from nero.backends import backends_for
 
 #: Above this many parameters, foreach is not measured beside a faster backend.
 MAX_FOREACH_PARAMETERS = 300_000_000
@@ -20,7 +20,7 @@ def jobs(bench: Bench) -> list[Job]:
 
 def _measure(by: str, shapes: Shapes, bench: Bench) -> list[Row]:
     contenders = [*REFERENCES, nero_by("auto", "Nero")]
-    is_foreach_fastest = available(bench.device)[-1] == "foreach"
+    is_foreach_fastest = backends_for(bench.device)[-1] == "foreach"
     if not is_foreach_fastest and shapes.total <= MAX_FOREACH_PARAMETERS:
         contenders.append(nero_by("foreach"))
     return [{"by": by, **row} for row in measure(shapes, contenders, bench)]

@@ -13,7 +13,7 @@ from shapes import Parameters, Shapes, deep_mlp, flat, gpt2, gpt2_xl, groups, re
 from timing import Bench, Clock, Job, Row, Step, burst_length, device_time, milliseconds, ratio, take_turns
 
 import nero
-from nero.backends import available
+from nero.backends import backends_for
 
 #: The largest difference of a backend from the rule in float64, after two steps.
 TOLERANCE = 1e-5
@@ -145,7 +145,7 @@ def check_backends(shapes: Shapes, device: torch.device) -> None:
         return [parameter.detach() for parameter in flat(parameters)]
 
     exact = after_two_steps("eager", torch.float64)
-    for backend in available(device):
+    for backend in backends_for(device):
         pairs = zip(after_two_steps(backend, torch.float32), exact, strict=True)
         apart = max(float((one - other).abs().max()) for one, other in pairs)
         if not apart <= TOLERANCE:

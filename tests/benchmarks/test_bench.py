@@ -22,7 +22,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         # numba and pytorch_optimizer take seconds to import
         for module in (contenders, growth, step):
-            patch.setattr(module, "available", lambda _: ["eager", "foreach", "auto"])
+            patch.setattr(module, "backends_for", lambda _: ["eager", "foreach", "auto"])
         patch.setitem(sys.modules, "pytorch_optimizer", None)
         assert bench.main(["--quick", "--device", "cpu", "--out", str(out)]) == 0
     return out / "cpu.json"

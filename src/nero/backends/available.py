@@ -15,7 +15,7 @@ _INSTALL = {"numba": "pip install 'nero-optim[cpu]'", "triton": "pip install tri
 _INSTEAD = "use backend='foreach', or 'auto' for the fastest that works here"
 
 
-def available(device: torch.device) -> list[str]:
+def backends_for(device: torch.device) -> list[str]:
     """List the backends that can step parameters on a device, the fastest last."""
     compiled = {"cpu": "numba", "cuda": "triton"}.get(device.type, "")
     return ["eager", "foreach", *([compiled] if compiled and is_installed(compiled) else [])]

@@ -65,6 +65,7 @@ class Plan:
         self._counts = list(map(len, map(_PARAMS, param_groups)))
         self._parameters: list[Tensor] = list(chain.from_iterable(map(_PARAMS, param_groups)))
         self._states = list(state.values())
+        self._entered = [member.state for group in groups for member in group.members]
         entered = {id(member.parameter) for group in groups for member in group.members}
         self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
         self._groups = groups
@@ -79,6 +80,7 @@ class Plan:
             and len(state) == len(self._states)
             and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))
             and all(map(is_, state.values(), self._states))
+            and all(self._entered)  # empty if someone cleared it
             and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._idle)
         )
 

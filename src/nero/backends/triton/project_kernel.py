@@ -21,18 +21,18 @@ def project(
     inside = k < fan_in
     at = weight + i * row_stride + k
     w = tl.load(at, inside, 0.0)
-    size = tl.abs(w)
-    peak = tl.max(size, 0)
-    nonfinite = tl.sum((~(size <= MAX_FLOAT32)).to(tl.int32), 0)
+    peak = tl.max(tl.abs(w), 0)
+    nonfinite = tl.sum((~(tl.abs(w) <= MAX_FLOAT32)).to(tl.int32), 0)
     possible = (peak > 0) & (nonfinite == 0)
     unit = tl.div_rn(w, tl.where(possible, peak, 1.0) + tl.zeros([WIDTH], tl.float32))
     square = tl.sum(unit * unit, 0)
-    whole = square
-    drift = square * 0.0  # the squared distance to zero mean, in units of the peak
+    size = tl.sqrt_rn(tl.where(possible, square, 1.0))  # of the whole neuron, in units of the peak
+    drift = square * 0.0  # the square of the distance to zero mean, in the same units
     if FIX_MEAN:
         mean = tl.sum(unit, 0) / fan_in
         drift = fan_in * mean * mean
         unit = tl.where(inside, unit - mean, 0.0)
+        unit = tl.where(inside, unit - tl.sum(unit, 0) / fan_in, 0.0)  # exact for nearly constant neurons too
         left = tl.sum(unit * unit, 0)
         possible = possible & (left > NO_DIRECTION * square)
         square = left
@@ -40,13 +40,12 @@ def project(
     if FIX_NORM:
         if RADII:
             radius = tl.load(radii + i)
-        target = radius / peak
-        off = (norm - target) * (norm - target) + drift
+        scale = tl.minimum(peak / radius, 1e18)  # not infinite: it is multiplied by zero where there is no drift
+        off = (norm * scale - 1) * (norm * scale - 1) + drift * scale * scale
         unit *= radius / norm
     else:
         possible = possible & (peak < MAX_FLOAT32 / 2)
-        target = tl.sqrt_rn(whole)
-        off = drift
+        off = drift / (size * size)
         unit = unit * peak
-    moving = possible & (off > (ROUNDING_ERROR * target) * (ROUNDING_ERROR * target))
+    moving = possible & (off > ROUNDING_ERROR * ROUNDING_ERROR)
     tl.store(at, tl.where(moving, unit, w), inside)

@@ -34,6 +34,8 @@ docs: $(READY)
 
 paper: $(READY)
 	$(BIN)/nero report --records results --out docs/paper
+	$(BIN)/python -m nero_lab.report results README.md
+	$(BIN)/python -m nero_lab.report.depth
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

@@ -1,14 +1,17 @@
-# Five commands do everything on a machine with Python 3.11 or newer, pip and make:
-#   make demo    train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
-#   make test    format, lint, types, arrows, all tests
-#   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
-#   make paper   draw the paper's figures and fill its tables in docs/paper from the committed records
-#   make figures train the networks of docs/figures/watch.png and gains.png anew, and draw them
+# All commands need Python 3.11 or newer, pip and make, and set up .venv by themselves:
+#   make demo     train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
+#   make test     run the checks of format, lint, types and imports, then all tests
+#   make format   fix format and lint where a machine can
+#   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
+#   make docs     fill the cost tables and file trees of the pages
+#   make paper    draw the paper's figures and fill its tables from the committed records
+#   make figures  train the networks of docs/figures/watch.png and gains.png again, and draw them
+#   make clean    remove .venv and out
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test bench paper figures format clean
+.PHONY: demo test format bench docs paper figures clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -23,9 +26,16 @@ test: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/figure.py
+	$(BIN)/python benchmarks/tables.py
+
+docs: $(READY)
+	$(BIN)/python benchmarks/tables.py
+	$(BIN)/python docs/tree.py
 
 paper: $(READY)
 	$(BIN)/nero report --records results --out docs/paper
+	$(BIN)/python -m nero_lab.report results README.md
+	$(BIN)/python -m nero_lab.report.depth
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

@@ -1,7 +1,7 @@
-"""Nero beside other optimisers: the time of a step, how it grows, and what it is of a training step.
+"""The benchmark of a step: Nero beside other optimisers, by size, and within a training step.
 
-Prints tables and writes them as JSON, with the machine's name, into benchmarks/results. Refuses to report if the
-backends do not agree.
+Prints tables and writes them as JSON, with the machine's name, into benchmarks/results. Exits without a report if the
+backends disagree.
 """
 
 import argparse
@@ -22,17 +22,17 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from timing import Bench, Job, Plan, Row, copy_bandwidth, machine
+from timing import Bench, Budget, Job, Row, copy_bandwidth, machine
 
 import nero
 
 ROOT = Path(__file__).parents[1]
-#: What two records must share for their sections to stand in one file.
-SAME = ("date", "machine", "torch", "triton", "nero", "threads", "quick")
+#: Keys that two records must share for their sections to be in one file.
+SHARED_KEYS = ("date", "machine", "torch", "triton", "nero", "threads", "quick")
 
 
 class Section(NamedTuple):
-    """A part of the benchmark."""
+    """A part of the benchmark: its jobs, and the table of their rows."""
 
     jobs: Callable[[Bench], list[Job]]
     table: Callable[[list[Row]], Table]
@@ -49,64 +49,64 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="some of %(default)s; others stay as recorded")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes, in seconds")
-    parser.add_argument("--compiling", type=float, default=100, help="seconds for torch.compile, on a GPU (100)")
-    parser.add_argument("--out", type=Path, help="where the JSON goes (benchmarks/results; of a rehearsal, out)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="default: %(default)s; others stay as recorded")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
+    parser.add_argument("--compiling", type=float, default=100, help="seconds for torch.compile on a GPU (100)")
+    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
     arguments = parser.parse_args(argv)
     sections = arguments.sections.split(",")
     if unknown := set(sections) - set(SECTIONS):
-        parser.error(f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+        parser.error(f"--sections must be among {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
     torch.set_float32_matmul_precision("highest")  # no TF32
-    device, quick = torch.device(arguments.device), arguments.quick
-    out = arguments.out or ROOT / ("out" if quick else "benchmarks/results")
+    device, is_quick = torch.device(arguments.device), arguments.quick
+    out = arguments.out or ROOT / ("out" if is_quick else "benchmarks/results")
     path = out / f"{device.type}.json"
 
     console = Console(width=None if sys.stdout.isatty() else 120)
-    record = begin(path, device, quick)
+    record = start_record(path, device, is_quick)
     console.print(f"{record['machine']}: a copy moves {record['copy_bytes_per_second'] / 1e9:.0f} GB/s")
     bench = Bench(
         device,
-        plan=Plan(5, 0.01, 3, 0.0) if quick else Plan() if device.type == "cuda" else Plan(15, 3.0),
+        budget=Budget(5, 0.01, 3, 0.0) if is_quick else Budget() if device.type == "cuda" else Budget(15, 3.0),
         bandwidth=record["copy_bytes_per_second"],
-        quick=quick,
-        compiling=arguments.compiling if device.type == "cuda" else 0.0,
+        is_quick=is_quick,
+        compile_budget_s=arguments.compiling if device.type == "cuda" else 0.0,
     )
-    # a thread that draws the bar would be timed with the rest
+    # no refresh thread: it would be timed with the steps
     with Progress(console=console, transient=True, auto_refresh=False) as progress:
         bench.tick = progress.refresh
         for shapes in progress.track(step.shape_sets(bench), description="checking"):
             step.check_backends(shapes, device)
         for name in sections:
-            run(name, bench, record, path, progress)
+            run_section(name, bench, record, path, progress)
     console.print(f"written to {os.path.relpath(path)}")
     return 0
 
 
-def run(name: str, bench: Bench, record: dict[str, Any], path: Path, progress: Progress) -> None:
-    """Run a section, writing the record after every job."""
+def run_section(name: str, bench: Bench, record: dict[str, Any], path: Path, progress: Progress) -> None:
+    """Run a section, and write the record after every job."""
     task = progress.add_task(name, total=None)
     bench.notes = []
     rows: list[Row] = []
     jobs = SECTIONS[name].jobs(bench)
     progress.update(task, total=len(jobs))
     for job in jobs:
-        more = job()
-        progress.console.print(SECTIONS[name].table(more), "")
-        rows += more
+        new_rows = job()
+        progress.console.print(SECTIONS[name].table(new_rows), "")
+        rows += new_rows
         record.update({name: rows, "left_out": {**record["left_out"], name: bench.notes}})
-        write(path, record)
+        write_record(path, record)
         progress.advance(task)
-        clean_up(bench.device)
+        free_memory(bench.device)
     for note in bench.notes:
         progress.console.print(f"left out: {note}", style="dim")
 
 
-def begin(path: Path, device: torch.device, quick: bool) -> dict[str, Any]:
-    """The record to be filled in, with the sections of an earlier one of the same machine and versions."""
+def start_record(path: Path, device: torch.device, is_quick: bool) -> dict[str, Any]:
+    """Return a new record, with the sections of an earlier one of the same machine and versions."""
     triton = importlib.util.find_spec("triton") and importlib.import_module("triton")
-    size = 1 << 20 if quick else 1 << 30 if device.type == "cuda" else 1 << 28
+    size = 1 << 20 if is_quick else 1 << 30 if device.type == "cuda" else 1 << 28
     record: dict[str, Any] = {
         "date": date.today().isoformat(),
         "machine": machine(device),
@@ -114,28 +114,28 @@ def begin(path: Path, device: torch.device, quick: bool) -> dict[str, Any]:
         "triton": triton.__version__ if triton else None,
         "nero": nero.__version__,
         "threads": torch.get_num_threads(),
-        "quick": quick,
+        "quick": is_quick,
         "copy_bytes_per_second": round(copy_bandwidth(device, size)),
         "left_out": {},
     }
     earlier = json.loads(path.read_text()) if path.exists() else {}
-    if all(earlier.get(key) == record[key] for key in SAME):
+    if all(earlier.get(key) == record[key] for key in SHARED_KEYS):
         return {**earlier, **record, "left_out": earlier["left_out"]}
     return record
 
 
-def write(path: Path, record: dict[str, Any]) -> None:
-    """Write the record, or leave the file as it was."""
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write the record whole, or leave the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_text(json.dumps(record, indent=1) + "\n")
     new.replace(path)
 
 
-def clean_up(device: torch.device) -> None:
-    """Free what the last job took."""
-    gc.collect()
+def free_memory(device: torch.device) -> None:
+    """Free the GPU memory of the last job."""
     if device.type == "cuda":
+        gc.collect()
         torch.compiler.reset()
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""Who takes part: torch's optimisers, other people's, and ours by backend."""
+"""The optimisers that are timed: torch's, other libraries', and Nero by backend."""
 
 import importlib
 from collections.abc import Callable
@@ -8,75 +8,95 @@ import torch
 from shapes import Parameters, flat, groups
 
 import nero
+from nero.backends import backends_for
 
 Make: TypeAlias = Callable[[Parameters], torch.optim.Optimizer]
 
-#: Bytes a parameter, in float32, that a step cannot do without: SGD and Nero read the gradient, and read and write
-#: the parameter; Adam does so with its two averages too.
-SGD_TRAFFIC, ADAM_TRAFFIC = 12, 28
+#: The least bytes that a float32 step moves per parameter. SGD and Nero read the gradient, and read and write the
+#: parameter; Adam also reads and writes two averages.
+SGD_BYTES_PER_PARAMETER, ADAM_BYTES_PER_PARAMETER = 12, 28
 ADAM, SGD = "Adam (fused)", "SGD (fused)"
 
 
 class Contender(NamedTuple):
-    """An optimiser to be made."""
+    """An optimiser to be made and timed."""
 
     name: str
     make: Make
-    traffic: int | None = None
-    ours: bool = False
-    compiled: bool = False
+    bytes_per_parameter: int | None = None
+    is_nero: bool = False
+    is_compiled: bool = False
     note: str | None = None
 
 
 REFERENCES = [
-    Contender(ADAM, lambda p: torch.optim.Adam(flat(p), fused=True), ADAM_TRAFFIC),
-    Contender(SGD, lambda p: torch.optim.SGD(flat(p), fused=True), SGD_TRAFFIC),
+    Contender(ADAM, lambda p: torch.optim.Adam(flat(p), fused=True), ADAM_BYTES_PER_PARAMETER),
+    Contender(SGD, lambda p: torch.optim.SGD(flat(p), fused=True), SGD_BYTES_PER_PARAMETER),
 ]
 
 
-def ours(backend: str, name: str | None = None) -> Contender:
-    """Nero by one of its backends."""
-    made: Any = backend  # which backends there are depends on the machine
-    return Contender(name or f"Nero ({backend})", lambda p: nero.Nero(groups(p), backend=made), SGD_TRAFFIC, ours=True)
+def nero_by(backend: str, name: str | None = None) -> Contender:
+    """Return Nero with one of its backends."""
+    chosen: Any = backend  # a str, where the signature has a Literal
+    return Contender(
+        name or f"Nero ({backend})",
+        lambda p: nero.Nero(groups(p), backend=chosen),
+        SGD_BYTES_PER_PARAMETER,
+        is_nero=True,
+    )
 
 
-def everyone(device: torch.device, compiled: bool) -> tuple[list[Contender], list[str]]:
-    """All that can run here, and a note for each that cannot."""
+def find_contenders(device: torch.device, with_compiled: bool) -> tuple[list[Contender], list[str]]:
+    """Return all optimisers that can run here, and a note for each that cannot."""
     found, notes = list(REFERENCES), []
     found += [
-        Contender("Adam (foreach)", lambda p: torch.optim.Adam(flat(p), foreach=True), ADAM_TRAFFIC),
-        Contender("SGD (foreach)", lambda p: torch.optim.SGD(flat(p), foreach=True), SGD_TRAFFIC),
+        Contender("Adam (foreach)", lambda p: torch.optim.Adam(flat(p), foreach=True), ADAM_BYTES_PER_PARAMETER),
+        Contender("SGD (foreach)", lambda p: torch.optim.SGD(flat(p), foreach=True), SGD_BYTES_PER_PARAMETER),
     ]
-    if compiled:
-        # on a CPU these compile for minutes
-        found += [
-            Contender(
-                "Adam (compiled)",
-                lambda p: torch.optim.Adam(flat(p), foreach=True, capturable=flat(p)[0].is_cuda),
-                ADAM_TRAFFIC,
-                compiled=True,
-            ),
-            Contender("SGD (compiled)", lambda p: torch.optim.SGD(flat(p), foreach=True), SGD_TRAFFIC, compiled=True),
-        ]
+    if with_compiled:
+        found += _compiled()
     else:
-        notes.append("Adam and SGD, compiled: not asked for, or not on a GPU")
+        notes.append("Adam and SGD, compiled: not requested, or not on a GPU")
     muon: Any = getattr(torch.optim, "Muon", None)
     if muon and device.type == "cuda":
-        only_matrices = "2-D parameters alone: it refuses others"
-        found.append(
-            Contender("Muon", lambda p: muon([each for each in flat(p) if each.dim() == 2]), note=only_matrices)
-        )
+        note = "2-D parameters only, since it refuses others"
+        found.append(Contender("Muon", lambda p: muon([w for w in flat(p) if w.dim() == 2]), note=note))
     else:
-        notes.append("Muon: not in this torch, or not on a GPU: its matrix products would take minutes a step")
+        notes.append("Muon: not in this torch, or not on a GPU (on a CPU a step takes minutes)")
+    others, reason = _pytorch_optimizer()
+    found += others
+    notes += reason
+    return found + [nero_by(backend) for backend in backends_for(device)], notes
+
+
+def _compiled() -> list[Contender]:
+    """Return torch's optimisers for torch.compile; on a CPU these would compile for minutes."""
+    return [
+        Contender(
+            "Adam (compiled)",
+            lambda p: torch.optim.Adam(flat(p), foreach=True, capturable=flat(p)[0].is_cuda),
+            ADAM_BYTES_PER_PARAMETER,
+            is_compiled=True,
+        ),
+        Contender(
+            "SGD (compiled)",
+            lambda p: torch.optim.SGD(flat(p), foreach=True),
+            SGD_BYTES_PER_PARAMETER,
+            is_compiled=True,
+        ),
+    ]
+
+
+def _pytorch_optimizer() -> tuple[list[Contender], list[str]]:
+    """Return Nero and LAMB of the package pytorch_optimizer, or the reason why not."""
     try:
         library = importlib.import_module("pytorch_optimizer")
-    except Exception as error:  # it is not installed, or not for this torch
-        notes.append(f"Nero and Lamb of pytorch_optimizer: {error}")
-    else:
-        for kind, traffic in (("Nero", SGD_TRAFFIC), ("Lamb", None)):
-            make = getattr(library, kind, None) or getattr(library, kind.upper(), None)
-            if make:
-                found.append(
-                    Contender(f"{kind} (pytorch_optimizer)", lambda p, make=make: make(flat(p)), traffic)  # type: ignore[misc]
-                )
-    return found + [ours(backend) for backend in nero.backends.backends_for(device)], notes
+    except Exception as error:  # not installed, or not for this torch
+        return [], [f"Nero and Lamb of pytorch_optimizer: {error}"]
+    found = []
+    for kind, bytes_per_parameter in (("Nero", SGD_BYTES_PER_PARAMETER), ("Lamb", None)):
+        make = getattr(library, kind, None) or getattr(library, kind.upper(), None)
+        if make:
+            name = f"{kind} (pytorch_optimizer)"
+            found.append(Contender(name, lambda p, make=make: make(flat(p)), bytes_per_parameter))  # type: ignore[misc]
+    return found, []

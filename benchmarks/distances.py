@@ -1,7 +1,7 @@
-"""Whether the distances that judge generated images are what they should be, on the real CIFAR-10.
+"""A check of the Fréchet distances that judge generated images, on the real CIFAR-10.
 
-The distance of the training images to themselves is nothing, to the test images small, to nothing but noise large, and
-to test images that are spoilt in one way or another in between. Writes benchmarks/results/distances.json.
+The distance of the training images to themselves should be zero, to the test images small, to noise large, and to
+spoilt test images in between. Writes benchmarks/results/distances.json.
 """
 
 import argparse
@@ -15,20 +15,21 @@ from timing import machine
 from torch import Tensor
 
 from nero_lab.data import Pictures, load
-from nero_lab.image_metrics import LOOK, judges
+from nero_lab.image_metrics import judges
 from nero_lab.store import commit
 
 ROOT = Path(__file__).parents[1]
+BATCH = 100
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
-    parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON goes")
-    parser.add_argument("--images", type=int, default=10_000, help="of each set (10000, as the task has them)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser.add_argument("--data", type=Path, help="folder with the data; default: $NERO_DATA, or a download")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
+    parser.add_argument("--images", type=int, default=10_000, help="images of each set (10000, as in the task)")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     data = load("cifar10", arguments.data)
@@ -37,13 +38,13 @@ def main(argv: list[str] | None = None) -> int:
     train, test = (part.pixels[:count].to(device) for part in (data.train, data.test))
     found: dict[str, dict[str, float]] = {}
     for judge in judges(device):
-        real = judge.gaussian(torch.split(train, LOOK))
-        rows = found.setdefault(judge.name, {})
+        real = judge.gaussian(torch.split(train, BATCH))
+        distances = found.setdefault(judge.name, {})
         sets = {"themselves": None, "test": test, **spoilt(test, data.test.labels[:count])}
         for name, pixels in sets.items():
-            other = real if pixels is None else judge.gaussian(torch.split(pixels, LOOK))
-            rows[name] = float(f"{real.distance(other):.6g}")
-            print(f"{judge.name}: {name} {rows[name]:.6g}", flush=True)
+            other = real if pixels is None else judge.gaussian(torch.split(pixels, BATCH))
+            distances[name] = float(f"{real.distance(other):.6g}")
+            print(f"{judge.name}: {name} {distances[name]:.6g}", flush=True)
     record = {
         "date": date.today().isoformat(),
         "machine": machine(device),
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def spoilt(pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Images made worse, in several ways."""
+    """Make images worse in several ways."""
     generator = torch.Generator(pixels.device).manual_seed(0)
     noise = torch.randint(256, pixels.shape, dtype=torch.uint8, generator=generator, device=pixels.device)
     blurred = F.interpolate(F.avg_pool2d(pixels.float(), 2), scale_factor=2, mode="bilinear")

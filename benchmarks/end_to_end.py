@@ -1,4 +1,4 @@
-"""What the optimiser takes of a training step: forward, backward, the optimiser, zero_grad."""
+"""The optimiser's share of a training step: forward pass, backward pass, step and zero_grad."""
 
 import contextlib
 import statistics
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import nero
 
-# at rates that let nothing diverge while it is timed
+# learning rates at which nothing diverges while it is timed
 OPTIMISERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Adam (fused)": lambda model: torch.optim.Adam(model.parameters(), lr=1e-5, fused=True),
     "SGD (fused)": lambda model: torch.optim.SGD(model.parameters(), lr=1e-5, fused=True),
@@ -29,7 +29,7 @@ class Perceptron(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth - 1))
         self.head = nn.Linear(width, classes)
-        for layer in [*self.layers, self.head]:  # so that signals neither fade nor grow
+        for layer in [*self.layers, self.head]:  # keeps the size of signals
             nn.init.normal_(layer.weight, std=width**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Perceptron(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer of a transformer."""
+    """A block of a transformer."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2, its head tied to the embedding."""
+    """GPT-2 with its head tied to the embedding."""
 
     def __init__(
         self, layers: int = 12, width: int = 768, heads: int = 12, vocabulary: int = 50257, length: int = 1024
@@ -80,46 +80,47 @@ class GPT2(nn.Module):
         return functional.linear(self.norm(x), self.tokens.weight)
 
 
-class Task(NamedTuple):
-    """A network with a batch to train it on."""
+class Workload(NamedTuple):
+    """A network and a batch to train it on."""
 
     name: str
     model: nn.Module
     inputs: Tensor
     targets: Tensor
-    bfloat16: bool
-    reduced: bool
+    is_bfloat16: bool
+    is_reduced: bool
 
 
-class Pipeline:
-    """A copy of the network with an optimiser of its own."""
+class Trainer:
+    """A copy of a workload's network with its own optimiser."""
 
-    def __init__(self, task: Task, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-        self.task, self.model = task, deepcopy(task.model)
+    def __init__(self, workload: Workload, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+        self.workload, self.model = workload, deepcopy(workload.model)
         self.optimiser = make(self.model)
 
     def backward(self) -> None:
-        """Forward and backward."""
-        kind = self.task.inputs.device.type
-        with torch.autocast(kind, torch.bfloat16) if self.task.bfloat16 else contextlib.nullcontext():
-            logits = self.model(self.task.inputs)
-            loss = functional.cross_entropy(logits.flatten(0, -2), self.task.targets.flatten())
+        """Run the forward and the backward pass."""
+        inputs, targets = self.workload.inputs, self.workload.targets
+        is_bfloat16 = self.workload.is_bfloat16
+        with torch.autocast(inputs.device.type, torch.bfloat16) if is_bfloat16 else contextlib.nullcontext():
+            logits = self.model(inputs)
+            loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
 
     def train(self) -> None:
-        """A training step."""
+        """Do a training step."""
         self.backward()
         self.optimiser.step()
         self.optimiser.zero_grad()
 
-    def idle(self) -> None:
-        """The same without the optimiser's step."""
+    def train_without_step(self) -> None:
+        """Do a training step without the optimiser's step."""
         self.backward()
         self.optimiser.zero_grad()
 
-    def within(self, clock: Clock, count: int) -> float:
-        """Seconds of the optimiser's step in running training: the device's where there is one."""
-        clock.wait()
+    def seconds_within(self, clock: Clock, count: int) -> float:
+        """Return the seconds of the optimiser's step during training, on the device if there is one."""
+        clock.synchronize()
         marks = []
         for _ in range(count):
             self.backward()
@@ -127,60 +128,61 @@ class Pipeline:
             self.optimiser.step()
             marks.append((begin, clock.mark()))
             self.optimiser.zero_grad()
-        clock.wait()
-        return statistics.median(clock.between(begin, end) for begin, end in marks)
+        clock.synchronize()
+        return statistics.median(clock.seconds_between(begin, end) for begin, end in marks)
 
 
 def jobs(bench: Bench) -> list[Job]:
-    """A job for each network."""
+    """Return one job per network."""
     return [lambda: measure(perceptron(bench), bench), lambda: measure(transformer(bench), bench)]
 
 
-def perceptron(bench: Bench) -> Task:
-    """The 100-layer perceptron, in float32."""
-    depth, width, batch = (3, 32, 8) if bench.quick else (100, 784, 250)
+def perceptron(bench: Bench) -> Workload:
+    """Make the 100-layer perceptron, in float32."""
+    depth, width, batch = (3, 32, 8) if bench.is_quick else (100, 784, 250)
     inputs = torch.randn(batch, width, device=bench.device)
     targets = torch.randint(10, (batch,), device=bench.device)
-    return Task(f"{depth}-layer MLP", Perceptron(depth, width).to(bench.device), inputs, targets, False, bench.quick)
+    model = Perceptron(depth, width).to(bench.device)
+    return Workload(f"{depth}-layer MLP", model, inputs, targets, False, bench.is_quick)
 
 
-def transformer(bench: Bench) -> Task:
-    """GPT-2 small in bfloat16; on a CPU, in a reduced size and in float32."""
-    if bench.device.type == "cuda" and not bench.quick:
+def transformer(bench: Bench) -> Workload:
+    """Make GPT-2 small in bfloat16; on a CPU, a smaller one in float32."""
+    if bench.device.type == "cuda" and not bench.is_quick:
         model, name, vocabulary, batch, length = GPT2(), "GPT-2 small", 50257, 8, 1024
     else:
-        vocabulary, width, batch, length = (64, 32, 2, 8) if bench.quick else (8192, 256, 2, 128)
+        vocabulary, width, batch, length = (64, 32, 2, 8) if bench.is_quick else (8192, 256, 2, 128)
         model, name = GPT2(2, width, 4, vocabulary, length), f"GPT-2 of 2 layers, {width} wide"
-    small = name != "GPT-2 small"
+    is_reduced = name != "GPT-2 small"
     text = torch.randint(vocabulary, (batch, length + 1), device=bench.device)
-    return Task(name, model.to(bench.device), text[:, :-1], text[:, 1:], not small, small)
+    return Workload(name, model.to(bench.device), text[:, :-1], text[:, 1:], not is_reduced, is_reduced)
 
 
-def measure(task: Task, bench: Bench) -> list[Row]:
-    """Time training steps with the optimiser and without it, in turn."""
-    clock, plan = Clock(bench.device), bench.plan
-    pipelines = {name: Pipeline(task, make) for name, make in OPTIMISERS.items()}
+def measure(workload: Workload, bench: Bench) -> list[Row]:
+    """Time training steps with the optimiser's step and without it, in turn."""
+    clock = Clock(bench.device)
+    trainers = {name: Trainer(workload, make) for name, make in OPTIMISERS.items()}
     steps: dict[str, Step] = {}
-    for name, pipeline in pipelines.items():
-        steps[name], steps[f"{name}, without"] = pipeline.train, pipeline.idle
+    for name, trainer in trainers.items():
+        steps[name], steps[f"{name}, without"] = trainer.train, trainer.train_without_step
     for step in steps.values():
         clock.burst(step)
-    plan = plan._replace(burst=4 * plan.burst, seconds=2 * plan.seconds)
-    counts = {name: burst_length(step, clock, plan) for name, step in steps.items()}
-    times = take_turns(steps, counts, clock, plan, always=steps, tick=bench.tick)
+    budget = bench.budget._replace(burst_s=4 * bench.budget.burst_s, seconds=2 * bench.budget.seconds)
+    counts = {name: burst_length(step, clock, budget) for name, step in steps.items()}
+    times = take_turns(steps, counts, clock, budget, always=steps, tick=bench.tick)
     rows = []
-    for name, pipeline in pipelines.items():
+    for name, trainer in trainers.items():
         whole, without = times[name], times[f"{name}, without"]
-        optimiser, within = difference(whole, without), pipeline.within(clock, plan.least)
+        optimiser, within = difference(whole, without), trainer.seconds_within(clock, budget.min_rounds)
         total = statistics.median(whole.values())
         rows.append(
             {
-                "model": task.name,
-                "reduced": task.reduced,
-                "parameters": sum(each.numel() for each in pipeline.model.parameters()),
-                "tensors": len(list(pipeline.model.parameters())),
-                "batch": list(task.inputs.shape),
-                "precision": "bfloat16 autocast" if task.bfloat16 else "float32",
+                "model": workload.name,
+                "reduced": workload.is_reduced,
+                "parameters": sum(map(torch.numel, trainer.model.parameters())),
+                "tensors": len(list(trainer.model.parameters())),
+                "batch": list(workload.inputs.shape),
+                "precision": "bfloat16 autocast" if workload.is_bfloat16 else "float32",
                 "optimiser": name,
                 "rounds": len(whole),
                 "milliseconds": milliseconds(total),
@@ -196,7 +198,7 @@ def measure(task: Task, bench: Bench) -> list[Row]:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows of a network for a terminal."""
+    """Format the rows of one network for a terminal."""
     first = rows[0]
     made = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
     made.title = f"{first['model']}, batch {first['batch']}, {first['precision']}"

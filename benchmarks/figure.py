@@ -1,11 +1,11 @@
-"""Draw a record of the benchmark: bars of step times, and how a step grows."""
+"""The figure of a benchmark record: bars of step times, and their growth with size."""
 
 import argparse
 import json
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from contenders import ADAM, SGD, SGD_TRAFFIC
+from contenders import ADAM, SGD, SGD_BYTES_PER_PARAMETER
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -13,67 +13,67 @@ from timing import Row
 
 ROOT = Path(__file__).parents[1]
 Dashes: TypeAlias = Literal["-", "--", "-.", ":"]
-NERO, FOREACH, OTHER = "Nero", "Nero (foreach)", "Nero (pytorch_optimizer)"
-# colours of Okabe and Ito, which the colour-blind can tell apart, as in the demo; dashes and markers for print in grey
-LOOKS: dict[str, tuple[str, Dashes, str]] = {
+NERO, FOREACH, OTHER_NERO = "Nero", "Nero (foreach)", "Nero (pytorch_optimizer)"
+#: Colour, dashes and marker: Okabe and Ito's colours for the colour-blind, the others for print in grey.
+STYLES: dict[str, tuple[str, Dashes, str]] = {
     SGD: ("#D55E00", "--", "s"),
     NERO: ("#0072B2", "-", "o"),
     ADAM: ("#009E73", ":", "^"),
     FOREACH: ("#56B4E9", "-.", "D"),
-    OTHER: ("#CC79A7", "-", "v"),
+    OTHER_NERO: ("#CC79A7", "-", "v"),
 }
 GREY = "#555555"
 
 
 def draw(record: dict[str, Any]) -> Figure:
-    """The figure of a record that has steps and growth."""
+    """Draw a record that has the sections step and growth."""
     figure = Figure(figsize=(10, 4.6), dpi=200, layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.9, 1, 1])
-    named = renamed(record["step"])
-    bars(left, named, record["copy_bytes_per_second"])
-    growth(middle, right, record["growth"], record["copy_bytes_per_second"])
-    shown = {row["optimiser"] for row in named + record["growth"]}
+    shown = drawn_rows(record["step"])
+    draw_bars(left, shown, record["copy_bytes_per_second"])
+    draw_growth(middle, right, record["growth"], record["copy_bytes_per_second"])
+    names = {row["optimiser"] for row in shown + record["growth"]}
     handles = [
         Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
-        for name, (colour, dashes, marker) in LOOKS.items()
-        if name in shown
+        for name, (colour, dashes, marker) in STYLES.items()
+        if name in names
     ]
-    handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="a copy's bandwidth, 12 bytes a parameter"))
+    handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="bandwidth of a copy, 12 bytes per parameter"))
     figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8)
     figure.supxlabel(f"{record['machine']}; torch {record['torch']}", fontsize=7.5, color=GREY, x=0.99, ha="right")
     return figure
 
 
-def renamed(rows: list[Row]) -> list[Row]:
-    """The rows that are drawn; the fastest of our backends, over all shapes, is Nero."""
+def drawn_rows(rows: list[Row]) -> list[Row]:
+    """Return the rows to draw; the backend that is fastest over all shapes is named Nero."""
     spent: dict[str, float] = {}
     for row in rows:
-        if row["optimiser"].startswith("Nero (") and row["optimiser"] != OTHER:
+        if row["optimiser"].startswith("Nero (") and row["optimiser"] != OTHER_NERO:
             spent[row["optimiser"]] = spent.get(row["optimiser"], 0) + row["of_fused_adam"]
     fastest = min(spent, key=lambda name: spent[name])
     found = [{**row, "optimiser": NERO if row["optimiser"] == fastest else row["optimiser"]} for row in rows]
-    return [row for row in found if row["optimiser"] in LOOKS]
+    return [row for row in found if row["optimiser"] in STYLES]
 
 
-def bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
-    """Time a parameter, so that small networks and large ones share a scale; what leaves it is cut off."""
-    names = [name for name in LOOKS if any(row["optimiser"] == name for row in rows)]
+def draw_bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
+    """Draw the time per parameter, which lets networks of all sizes share a scale; longer bars are cut off."""
+    names = [name for name in STYLES if any(row["optimiser"] == name for row in rows)]
     sets = list(dict.fromkeys(row["shapes"] for row in rows))
-    floor = SGD_TRAFFIC / bandwidth
+    floor = SGD_BYTES_PER_PARAMETER / bandwidth
     unit, scale = ("ns", 1e9) if floor > 1e-10 else ("ps", 1e12)
-    each = {(row["shapes"], row["optimiser"]): row for row in rows}
-    end = 1.45 * max(scale * _seconds_each(row) for row in rows if row["optimiser"] in (ADAM, NERO))
+    by_name = {(row["shapes"], row["optimiser"]): row for row in rows}
+    end = 1.45 * max(scale * _seconds_per_parameter(row) for row in rows if row["optimiser"] in (ADAM, NERO))
     for number, shapes in enumerate(sets):
         for place, name in enumerate(names):
-            row = each.get((shapes, name))
+            row = by_name.get((shapes, name))
             if row is None:
                 continue
-            length, y = scale * _seconds_each(row), number * (len(names) + 1.3) + place
+            length, y = scale * _seconds_per_parameter(row), number * (len(names) + 1.3) + place
             device = row["device_milliseconds"]
-            axes.barh(y, min(length, end), height=0.86, color=LOOKS[name][0], alpha=0.45 if device else 1)
+            axes.barh(y, min(length, end), height=0.86, color=STYLES[name][0], alpha=0.45 if device else 1)
             if device:
                 part = length * device / row["milliseconds"]
-                axes.barh(y, min(part, end), height=0.86, color=LOOKS[name][0])
+                axes.barh(y, min(part, end), height=0.86, color=STYLES[name][0])
             fraction = row["device_of_copy_bandwidth" if device else "of_copy_bandwidth"]
             share = "" if fraction is None else f", {fraction:.0%}"
             text = f"{_three_digits(device or row['milliseconds'])} ms{share}"
@@ -95,34 +95,34 @@ def bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
     axes.axvline(scale * floor, color=GREY, linewidth=0.9)
     axes.set_xlim(0, end)
     axes.invert_yaxis()
-    axes.set_title("A step: time, and share of a copy's bandwidth", fontsize=9, loc="left")
-    _dress(axes, f"{unit} a parameter (Adam moves 28 bytes for one, the others 12)")
+    axes.set_title("A step: time, and share of the bandwidth of a copy", fontsize=9, loc="left")
+    _label_axis(axes, f"{unit} per parameter (Adam moves 28 bytes, the others 12)")
 
 
-def growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float) -> None:
-    """The two curves, on logarithmic axes."""
+def draw_growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float) -> None:
+    """Draw the time by parameters and by tensors, on logarithmic axes."""
     for axes, by in ((middle, "parameters"), (right, "tensors")):
         here = [row for row in rows if row["by"] == by]
-        for name, (colour, dashes, marker) in LOOKS.items():
+        for name, (colour, dashes, marker) in STYLES.items():
             curve = [row for row in here if row["optimiser"] == name]
             axes.plot(
                 [row[by] for row in curve], [row["milliseconds"] for row in curve],
                 color=colour, linestyle=dashes, marker=marker, markersize=4, linewidth=1.5,
             )  # fmt: skip
         ends = [min(here, key=lambda row: row[by]), max(here, key=lambda row: row[by])]
-        floors = [1e3 * SGD_TRAFFIC * row["parameters"] / bandwidth for row in ends]
+        floors = [1e3 * SGD_BYTES_PER_PARAMETER * row["parameters"] / bandwidth for row in ends]
         axes.plot([row[by] for row in ends], floors, color=GREY, linewidth=0.9)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
     total = max(row["parameters"] for row in here)
     middle.set_title("Growth with parameters, ms", fontsize=9, loc="left")
-    _dress(middle, "parameters, in 1024 x 1024 matrices")
+    _label_axis(middle, "parameters, in 1024 x 1024 matrices")
     right.set_title("Growth with tensors, ms", fontsize=9, loc="left")
-    _dress(right, f"tensors, {total / 1e6:.0f} M parameters in all")
+    _label_axis(right, f"tensors, {total / 1e6:.0f} M parameters in all")
 
 
-def _seconds_each(row: Row) -> float:
+def _seconds_per_parameter(row: Row) -> float:
     return float(row["milliseconds"]) / 1e3 / int(row["parameters"])
 
 
@@ -130,7 +130,7 @@ def _three_digits(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:#.3g}"
 
 
-def _dress(axes: Axes, label: str) -> None:
+def _label_axis(axes: Axes, label: str) -> None:
     axes.set_xlabel(label, fontsize=8)
     axes.tick_params(labelsize=8)
     axes.set_axisbelow(True)
@@ -141,9 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     """Draw from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks/results", help="where cpu.json or cuda.json is"
+        "--results", type=Path, default=ROOT / "benchmarks/results", help="folder of cpu.json or cuda.json"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures", help="where the figures go")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/figures", help="folder for the figures")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     for path in sorted(arguments.results.glob("c*.json")):

@@ -1,4 +1,4 @@
-"""The parameter shapes of known networks, without their weights: what an optimiser's step sees of them."""
+"""Parameter shapes of known networks: what a step of an optimiser sees of them."""
 
 import math
 from typing import Any, NamedTuple, TypeAlias
@@ -10,13 +10,13 @@ Parameters: TypeAlias = dict[tuple[int, ...] | None, list[nn.Parameter]]
 
 
 class Shapes(NamedTuple):
-    """Shapes by the axes along which a neuron's fan-in runs; ``None`` for the shape rule."""
+    """Shapes by fan-in axes; ``None`` stands for the shape rule."""
 
     name: str
     by_axes: dict[tuple[int, ...] | None, list[tuple[int, ...]]]
 
     def parameters(self, device: torch.device, seed: int = 0) -> Parameters:
-        """Random parameters of these shapes, with random gradients."""
+        """Make random parameters of these shapes, with random gradients."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def random(shape: tuple[int, ...]) -> torch.Tensor:
@@ -30,43 +30,43 @@ class Shapes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """How many numbers there are."""
+        """The number of elements of all tensors."""
         return sum(math.prod(shape) for shapes in self.by_axes.values() for shape in shapes)
 
     @property
-    def one_of_each(self) -> "Shapes":
+    def distinct(self) -> "Shapes":
         """Every shape once."""
         return Shapes(self.name, {axes: list(dict.fromkeys(shapes)) for axes, shapes in self.by_axes.items()})
 
 
 def flat(parameters: Parameters) -> list[nn.Parameter]:
-    """All of them."""
-    return [each for alike in parameters.values() for each in alike]
+    """List all parameters."""
+    return [parameter for alike in parameters.values() for parameter in alike]
 
 
 def groups(parameters: Parameters) -> list[dict[str, Any]]:
-    """Nero's groups of them."""
-    return [{"params": each, "fan_in_axes": axes} for axes, each in parameters.items()]
+    """Make Nero's parameter groups."""
+    return [{"params": alike, "fan_in_axes": axes} for axes, alike in parameters.items()]
 
 
 def twin(parameters: Parameters, dtype: torch.dtype = torch.float32) -> Parameters:
-    """Other parameters of the same values, with the very same gradients if the dtype is theirs."""
+    """Copy parameters to a dtype; gradients of that dtype are shared, not copied."""
     made: Parameters = {}
     for axes, alike in parameters.items():
-        made[axes] = [nn.Parameter(each.detach().to(dtype, copy=True)) for each in alike]
-        for one, other in zip(made[axes], alike, strict=True):
-            one.grad = None if other.grad is None else other.grad.to(dtype)
+        made[axes] = [nn.Parameter(parameter.detach().to(dtype, copy=True)) for parameter in alike]
+        for copied, parameter in zip(made[axes], alike, strict=True):
+            copied.grad = None if parameter.grad is None else parameter.grad.to(dtype)
     return made
 
 
 def deep_mlp(depth: int = 100, width: int = 784, classes: int = 10) -> Shapes:
-    """The 100-layer perceptron of Section 5.3."""
+    """Return the shapes of the 100-layer perceptron of Section 5.3."""
     hidden: list[tuple[int, ...]] = [(width, width), (width,)]
     return Shapes(f"{depth}-layer MLP", {None: hidden * (depth - 1) + [(classes, width), (classes,)]})
 
 
 def resnet50() -> Shapes:
-    """ResNet-50, with batch norm's gains and biases."""
+    """Return the shapes of ResNet-50, with the gains and biases of batch norm."""
     shapes: list[tuple[int, ...]] = []
 
     def convolution(out: int, channels: int, kernel: int) -> None:
@@ -92,7 +92,7 @@ def gpt2(
     vocabulary: int = 50257,
     name: str = "GPT-2 small",
 ) -> Shapes:
-    """GPT-2: with nn.Linear's weights, or with those of Hugging Face's Conv1D, which are transposed."""
+    """Return the shapes of GPT-2 with ``nn.Linear``, or transposed with Hugging Face's ``Conv1D``."""
     rows: list[tuple[int, ...]] = [(vocabulary, width), (1024, width), (width,), (width,)]
     matrices: list[tuple[int, ...]] = []
     for _ in range(layers):
@@ -105,11 +105,11 @@ def gpt2(
 
 
 def gpt2_xl() -> Shapes:
-    """GPT-2 XL."""
+    """Return the shapes of GPT-2 XL."""
     return gpt2(layers=48, width=1600, name="GPT-2 XL")
 
 
 def matrices(total: int, tensors: int) -> Shapes:
-    """So many numbers, nearly, in so many equal matrices, nearly square, of a fan-in that eight divides."""
+    """Return equal, nearly square matrices of about ``total`` elements; their fan-in is a multiple of eight."""
     fan_in = max(8, 8 * round(math.sqrt(total / tensors) / 8))
     return Shapes(f"{tensors} matrices", {None: [(max(1, round(total / tensors / fan_in)), fan_in)] * tensors})

@@ -1,4 +1,4 @@
-"""How long an optimiser's step takes, on the parameter shapes of known networks."""
+"""The time of an optimiser's step on the parameter shapes of known networks."""
 
 import statistics
 import time
@@ -7,23 +7,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from contenders import ADAM, SGD, Contender, everyone
+from contenders import ADAM, SGD, Contender, find_contenders
 from rich.table import Table
 from shapes import Parameters, Shapes, deep_mlp, flat, gpt2, gpt2_xl, groups, resnet50, twin
 from timing import Bench, Clock, Job, Row, Step, burst_length, device_time, milliseconds, ratio, take_turns
 
 import nero
+from nero.backends import backends_for
 
-#: How far the backends may be apart after two steps.
+#: The largest difference of a backend from the rule in float64, after two steps.
 TOLERANCE = 1e-5
-#: Above so many parameters, the backends are compared on one of each shape.
-MANY = {"cuda": 200_000_000, "cpu": 100_000_000}
-#: Above so many tensors, compiling takes too long.
-COMPILED_TENSORS = 250
+#: Above this many parameters, the backends are compared on one tensor of each shape.
+MAX_CHECKED_PARAMETERS = {"cuda": 200_000_000, "cpu": 100_000_000}
+#: Above this many tensors, torch.compile takes too long.
+MAX_COMPILED_TENSORS = 250
 
 
 class Running(NamedTuple):
-    """A contender at work."""
+    """A contender whose optimiser is made and warmed up."""
 
     contender: Contender
     optimiser: torch.optim.Optimizer
@@ -31,32 +32,32 @@ class Running(NamedTuple):
 
 
 def jobs(bench: Bench) -> list[Job]:
-    """A job for each set of shapes."""
-    those, left_out = everyone(bench.device, bench.compiling > 0)
+    """Return one job per set of shapes."""
+    contenders, left_out = find_contenders(bench.device, bench.compile_budget_s > 0)
     bench.notes.extend(left_out)
-    return [partial(measure, shapes, those, bench) for shapes in shape_sets(bench)]
+    return [partial(measure, shapes, contenders, bench) for shapes in shape_sets(bench)]
 
 
 def shape_sets(bench: Bench) -> list[Shapes]:
-    """The networks; the largest on a GPU alone, and last."""
-    if bench.quick:
+    """Return the networks; the largest only on a GPU, and last."""
+    if bench.is_quick:
         return [deep_mlp(3, 32), gpt2(True, 1, 32, 64, "GPT-2 tiny")]
     return [deep_mlp(), resnet50(), gpt2(), gpt2(transposed=True)] + [gpt2_xl()] * (bench.device.type == "cuda")
 
 
-def measure(shapes: Shapes, those: Sequence[Contender], bench: Bench) -> list[Row]:
-    """Time every contender's step in turn, then what of it is the device's and what the host's."""
+def measure(shapes: Shapes, contenders: Sequence[Contender], bench: Bench) -> list[Row]:
+    """Time every contender's step in turn, then the shares of the device and of the host."""
     shared = shapes.parameters(bench.device)
-    running = {each.name: made for each in those if (made := _start(each, shapes, shared, bench))}
+    running = {each.name: started for each in contenders if (started := _start(each, shapes, shared, bench))}
     clock = Clock(bench.device)
-    counts = {name: burst_length(each.step, clock, bench.plan) for name, each in running.items()}
+    counts = {name: burst_length(each.step, clock, bench.budget) for name, each in running.items()}
     steps = {name: each.step for name, each in running.items()}
-    times = take_turns(steps, counts, clock, bench.plan, always=(ADAM, SGD), tick=bench.tick)
-    adam = state_bytes(running[ADAM].optimiser)
+    times = take_turns(steps, counts, clock, bench.budget, always=(ADAM, SGD), tick=bench.tick)
+    adam_bytes = state_bytes(running[ADAM].optimiser)
     rows = []
     for name, (contender, optimiser, step) in running.items():
         parameters = _parameters(optimiser)
-        total, seconds = sum(each.numel() for each in parameters), statistics.median(times[name].values())
+        total, seconds = sum(map(torch.numel, parameters)), statistics.median(times[name].values())
         row: Row = {
             "shapes": shapes.name,
             "parameters": total,
@@ -72,71 +73,68 @@ def measure(shapes: Shapes, those: Sequence[Contender], bench: Bench) -> list[Ro
             "host_moving_milliseconds": None,
             "of_fused_adam": round(ratio(times[name], times[ADAM]), 3),
             "of_fused_sgd": round(ratio(times[name], times[SGD]), 3),
-            "bytes_per_parameter": contender.traffic,
-            "of_copy_bandwidth": _fraction(contender, total, seconds, bench),
+            "bytes_per_parameter": contender.bytes_per_parameter,
+            "of_copy_bandwidth": _bandwidth_share(contender, total, seconds, bench),
             "device_of_copy_bandwidth": None,
             "state_bytes": state_bytes(optimiser),
-            "state_of_adam": round(state_bytes(optimiser) / adam, 6),
+            "state_of_adam": round(state_bytes(optimiser) / adam_bytes, 6),
         }
-        if clock.gpu:
-            host = statistics.median(clock.until_return(step) for _ in range(10))
+        if clock.is_gpu:
+            host = statistics.median(clock.host_seconds(step) for _ in range(10))
             row["host_milliseconds"] = milliseconds(host)
             alone = device_time(step, counts[name], host, clock)
             row["device_milliseconds"] = milliseconds(alone)
-            row["device_of_copy_bandwidth"] = alone and _fraction(contender, total, alone, bench)
-            if contender.ours:
-                row["host_moving_milliseconds"] = milliseconds(_host_moving(optimiser, clock))
+            row["device_of_copy_bandwidth"] = alone and _bandwidth_share(contender, total, alone, bench)
+            if contender.is_nero:
+                row["host_moving_milliseconds"] = milliseconds(_host_seconds_moving(optimiser, clock))
         rows.append(row)
         bench.tick()
     return rows
 
 
-def _fraction(contender: Contender, total: int, seconds: float, bench: Bench) -> float | None:
-    """Of the bandwidth of a copy, what a step so long makes of it with the bytes that it cannot do without."""
-    return contender.traffic and round(contender.traffic * total / seconds / bench.bandwidth, 4)
+def _bandwidth_share(contender: Contender, total: int, seconds: float, bench: Bench) -> float | None:
+    """Return the bandwidth of a step, counting only the bytes that it must move, relative to a copy's."""
+    needed = contender.bytes_per_parameter
+    return needed and round(needed * total / seconds / bench.bandwidth, 4)
 
 
 def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Bench) -> Running | None:
-    """Make an optimiser and warm it up. Ours, which notice when others move a parameter, have some of their own."""
+    """Make an optimiser and warm it up; note a failure. Nero gets its own parameters, which no other changes."""
     begin = time.perf_counter()
-    if contender.compiled and (bench.compiling <= 0 or len(flat(shared)) > COMPILED_TENSORS):
-        bench.notes.append(f"{contender.name}, {shapes.name}: compiling it would take too long")
+    if contender.is_compiled and (bench.compile_budget_s <= 0 or len(flat(shared)) > MAX_COMPILED_TENSORS):
+        bench.notes.append(f"{contender.name}, {shapes.name}: compiling would take too long")
         return None
     try:
-        optimiser = contender.make(twin(shared) if contender.ours else shared)
-        step = _compiled(optimiser) if contender.compiled else optimiser.step
+        optimiser = contender.make(twin(shared) if contender.is_nero else shared)
+        step: Step = torch.compile(lambda: optimiser.step()) if contender.is_compiled else optimiser.step
         Clock(bench.device).burst(step, 3)
     except Exception as error:
-        if contender.ours or contender.name in (ADAM, SGD):
+        if contender.is_nero or contender.name in (ADAM, SGD):
             raise
         bench.notes.append(f"{contender.name}, {shapes.name}: {type(error).__name__}: {str(error).strip()[:200]}")
         return None
     finally:
-        bench.compiling -= time.perf_counter() - begin if contender.compiled else 0.0
+        bench.compile_budget_s -= time.perf_counter() - begin if contender.is_compiled else 0.0
         bench.tick()
     return Running(contender, optimiser, step)
 
 
-def _compiled(optimiser: torch.optim.Optimizer) -> Step:
-    return torch.compile(lambda: optimiser.step())
-
-
-def _host_moving(optimiser: torch.optim.Optimizer, clock: Clock) -> float:
-    """Seconds until a step returns if its gradients are new tensors, as after a backward pass."""
+def _host_seconds_moving(optimiser: torch.optim.Optimizer, clock: Clock) -> float:
+    """Return the seconds until a step returns if its gradients are new tensors, as after a backward pass."""
     parameters, times = _parameters(optimiser), []
-    before = [each.grad for each in parameters]
+    before = [parameter.grad for parameter in parameters]
     for _ in range(10):
         for parameter in parameters:
             parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-        times.append(clock.until_return(optimiser.step))
+        times.append(clock.host_seconds(optimiser.step))
     for parameter, grad in zip(parameters, before, strict=True):
         parameter.grad = grad
     return statistics.median(times)
 
 
 def check_backends(shapes: Shapes, device: torch.device) -> None:
-    """Stop if any backend is not where the rule in double precision is, after two steps."""
-    shapes = shapes if shapes.total <= MANY[device.type] else shapes.one_of_each
+    """Exit if a backend differs from the rule in float64 after two steps."""
+    shapes = shapes if shapes.total <= MAX_CHECKED_PARAMETERS[device.type] else shapes.distinct
     start = shapes.parameters(device)
 
     def after_two_steps(backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -144,10 +142,10 @@ def check_backends(shapes: Shapes, device: torch.device) -> None:
         optimiser = nero.Nero(groups(parameters), backend=backend)
         for _ in range(2):
             optimiser.step()
-        return [each.detach() for each in flat(parameters)]
+        return [parameter.detach() for parameter in flat(parameters)]
 
     exact = after_two_steps("eager", torch.float64)
-    for backend in nero.backends.backends_for(device):
+    for backend in backends_for(device):
         pairs = zip(after_two_steps(backend, torch.float32), exact, strict=True)
         apart = max(float((one - other).abs().max()) for one, other in pairs)
         if not apart <= TOLERANCE:
@@ -155,16 +153,16 @@ def check_backends(shapes: Shapes, device: torch.device) -> None:
 
 
 def state_bytes(optimiser: torch.optim.Optimizer) -> int:
-    """The size of an optimiser's state."""
+    """Return the size of an optimiser's state."""
     return sum(value.nbytes for state in optimiser.state.values() for value in state.values() if torch.is_tensor(value))
 
 
 def _parameters(optimiser: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [each for group in optimiser.param_groups for each in group["params"]]
+    return [parameter for group in optimiser.param_groups for parameter in group["params"]]
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows of a set of shapes for a terminal."""
+    """Format the rows of one set of shapes for a terminal."""
     first = rows[0]
     made = Table(box=None, pad_edge=False, title_justify="left", title_style="bold")
     made.title = f"{first['shapes']}, {first['parameters'] / 1e6:.4g} M in {first['tensors']} tensors"
@@ -173,15 +171,13 @@ def table(rows: list[Row]) -> Table:
         made.add_column(title, justify="right", no_wrap=True)
     for row in rows:
         times = [row[f"{kind}milliseconds"] for kind in ("", "device_", "host_", "host_moving_")]
+        shares = [row[f"{kind}of_copy_bandwidth"] for kind in ("", "device_")]
         made.add_row(
             row["optimiser"] + (" *" if row["note"] else ""),
-            *("" if each is None else f"{each:.3g}" for each in times),
+            *("" if value is None else f"{value:.3g}" for value in times),
             f"{row['of_fused_adam']:.2f}",
             f"{row['of_fused_sgd']:.2f}",
-            *(
-                "" if row[f"{kind}of_copy_bandwidth"] is None else f"{row[f'{kind}of_copy_bandwidth']:.0%}"
-                for kind in ("", "device_")
-            ),
+            *("" if value is None else f"{value:.0%}" for value in shares),
             f"{row['state_of_adam']:.2%}",
             f"{row['rounds']}",
         )

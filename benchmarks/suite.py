@@ -1,10 +1,9 @@
-"""How long the paper's tasks take here, alone and side by side, and what the authors' way of running one takes.
+"""The time that the paper's tasks take here, alone and side by side, beside the authors' way of running one.
 
-Times whole epochs (their data, steps and evaluation) of every task that learns from labels, and some seconds of steps
-of the GAN and of the game, in float32 and on a GPU in TF32 too; on a GPU also all cells of mnist-deep's search at once,
-in float32; and steps of mnist-deep done as the paper's script does them: a loader on the host, tensor by tensor,
-nothing captured. Writes benchmarks/results/suite-cuda.json or suite-cpu.json; what is timed again takes the place of
-what an earlier record of the same machine has.
+Times whole epochs (data, steps and evaluation) of every supervised task, and some seconds of steps of the GAN and of
+Pong; in float32, and on a GPU also in TF32. On a GPU, also all cells of mnist-deep's search at once, in float32. Steps
+of mnist-deep done as the paper's script does them use a loader on the host, one tensor at a time, without CUDA graphs.
+Writes benchmarks/results/suite-cuda.json or suite-cpu.json; new rows replace earlier ones of the same machine.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import write_record
 from end_to_end import Perceptron
 from rich.console import Console
 from rich.table import Table
@@ -33,73 +33,38 @@ from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Precision, Task
-from nero_lab.store import commit, write_whole
+from nero_lab.store import commit
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
-#: One task for each network; those on the same one take the same time.
-TIMED = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18", "wikitext2", "translation")
-#: Those of another loop, which are timed by steps.
-STEPPED = ("cgan", "pong")
-#: Their steps on a GPU before time is taken: an epoch of the GAN, whose last batch is smaller, two rounds of the game.
-#: What comes for the first time is captured then, which may take longer than all that is timed.
-FIRST = 300
-SCRIPTED = "mnist-deep, the authors' way"
+#: One task per network, timed by whole epochs; other tasks on the same network take the same time.
+EPOCH_TASKS = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18", "wikitext2", "translation")
+#: Tasks of other loops, timed by steps.
+STEP_TASKS = ("cgan", "pong")
+#: Steps on a GPU before STEP_TASKS are timed: an epoch of the GAN, whose last batch is smaller, and two rounds of Pong.
+#: All CUDA graphs are captured in them, which may take longer than the timed steps.
+WARM_UP_STEPS = 300
+SCRIPT_TASK = "mnist-deep, the authors' way"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Time the tasks from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
-    parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON goes")
-    parser.add_argument("--tasks", nargs="+", choices=TIMED + STEPPED, metavar="TASK", help="these alone")
-    parser.add_argument("--epochs", type=int, default=2, help="timed of each, after one to warm up (2)")
-    parser.add_argument("--share", type=float, help="of the data; without: all of it on a GPU, 1/100 on a CPU")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of steps, of what is timed by steps (10)")
-    arguments = parser.parse_args(argv)
-    most = min(TASKS[name].epochs for name in TIMED) - 1
-    if not 1 <= arguments.epochs <= most:
-        parser.error(f"--epochs must be from 1 to {most}, but it is {arguments.epochs}")
+    parser, arguments = parse(argv)
     device = torch.device(arguments.device)
     record = {"machine": machine(device), "torch": torch.__version__}
     path = arguments.out / f"suite-{device.type}.json"
-    before = earlier(path, record)
+    before = earlier_rows(path, record)
     if before is None and arguments.tasks:
-        parser.error(
-            f"{path} is broken, or of another machine or torch: name another folder by --out, or time all tasks"
-        )
-    share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
+        parser.error(f"{path} is broken, or of another machine or torch: choose another --out, or time all tasks")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    rows: list[Row] = []
-    precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
-    asked = [name for name in TIMED + STEPPED if name in (arguments.tasks or TIMED + STEPPED)]
-    whole = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in asked)}
-    for name in (each for each in asked if each in TIMED):
-        task = TASKS[name]
-        data = part(whole[task.dataset], share, task.batch).to(device)
-        times = whole[task.dataset].examples / data.examples
-        for precision in precisions:
-            first = next(iter(task.contenders))
-            rows.append(
-                time_cells(task, [(first, task.contenders[first].best)], data, precision, arguments.epochs, times)
-            )
-            console.print(f"{name}, {precision}: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
-            if name == "mnist-deep":
-                rows.append(time_script(images(whole["mnist"]), device, precision, rows[-1]))
-                console.print(f"{SCRIPTED}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
-            if name == "mnist-deep" and device.type == "cuda" and precision == "float32":
-                cells = [(optimiser, rate) for optimiser in task.contenders for rate in task.grid]
-                rows.append(time_cells(task, cells, data, precision, arguments.epochs, times))
-                console.print(f"{name}, all {len(cells)} cells: {rows[-1]['seconds_an_epoch']:.3g} s an epoch")
-    for name in (each for each in asked if each in STEPPED):
-        for precision in precisions:
-            data = whole[TASKS[name].dataset].to(device)
-            rows.append(time_steps(TASKS[name], data, precision, arguments.seconds))
-            console.print(f"{name}, {precision}: {rows[-1]['milliseconds_a_step']:.3g} ms a step")
+    share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
+    rows = []
+    for row in timed_rows(arguments, device, share):
+        epoch = f", {row['seconds_an_epoch']:.3g} s an epoch" if "seconds_an_epoch" in row else ""
+        console.print(f"{row['task']}, {row['precision']}: {row['milliseconds_a_step']:.3g} ms a step{epoch}")
+        rows.append(row)
     console.print(table(rows))
-    told = {
+    common = {
         "date": date.today().isoformat(),
         "nero": nero.__version__,
         "threads": torch.get_num_threads(),
@@ -107,36 +72,85 @@ def main(argv: list[str] | None = None) -> int:
         "share": share,
         "epochs": arguments.epochs,
     }
-    again = {_what(row) for row in rows}
-    rows = [row for row in before or [] if _what(row) not in again] + [{**row, **told} for row in rows]
-    text = json.dumps({**record, "rows": rows}, indent=1) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    replaced = {_key(row) for row in rows}
+    rows = [row for row in before or [] if _key(row) not in replaced] + [{**row, **common} for row in rows]
+    write_record(path, {**record, "rows": rows})
     console.print(f"written to {path}", soft_wrap=True)
     return 0
 
 
-def earlier(path: Path, record: dict[str, str]) -> list[Row] | None:
-    """The rows that there are of the same machine and torch; None if those there are of others, or cannot be read."""
+def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Parse and check the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser.add_argument("--data", type=Path, help="folder with the data; default: $NERO_DATA, or a download")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
+    parser.add_argument("--tasks", nargs="+", choices=EPOCH_TASKS + STEP_TASKS, metavar="TASK", help="only these")
+    parser.add_argument("--epochs", type=int, default=2, help="timed epochs, after one to warm up (2)")
+    parser.add_argument("--share", type=float, help="share of the data; default: all on a GPU, 1/100 on a CPU")
+    parser.add_argument("--seconds", type=float, default=10.0, help="seconds of steps of the GAN and of Pong (10)")
+    arguments = parser.parse_args(argv)
+    most = min(TASKS[name].epochs for name in EPOCH_TASKS) - 1
+    if not 1 <= arguments.epochs <= most:
+        parser.error(f"--epochs must be from 1 to {most}, got {arguments.epochs}")
+    return parser, arguments
+
+
+def timed_rows(arguments: argparse.Namespace, device: torch.device, share: float) -> Iterator[Row]:
+    """Time the tasks that were asked for, and yield a row for each."""
+    precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
+    names = [name for name in EPOCH_TASKS + STEP_TASKS if name in (arguments.tasks or EPOCH_TASKS + STEP_TASKS)]
+    datasets = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in names)}
+    for name in names:
+        task, whole = TASKS[name], datasets[TASKS[name].dataset]
+        if name in STEP_TASKS:
+            for precision in precisions:
+                yield time_steps(task, whole.to(device), precision, arguments.seconds)
+            continue
+        data = first_part(whole, share, task.batch).to(device)
+        larger = whole.examples / data.examples
+        for precision in precisions:
+            optimiser = next(iter(task.contenders))
+            cells = [(optimiser, task.contenders[optimiser].best)]
+            yield (row := time_cells(task, cells, data, precision, arguments.epochs, larger))
+            if name == "mnist-deep":
+                yield time_script(training_images(whole), device, precision, row)
+            if name == "mnist-deep" and device.type == "cuda" and precision == "float32":
+                cells = [(optimiser, rate) for optimiser in task.contenders for rate in task.grid]
+                yield time_cells(task, cells, data, precision, arguments.epochs, larger)
+
+
+def earlier_rows(path: Path, record: dict[str, str]) -> list[Row] | None:
+    """Return the recorded rows; ``None`` if they are of another machine or torch, or cannot be read."""
     if not path.exists():
         return []
     try:
         before = json.loads(path.read_text())
-        same = all(before[key] == value for key, value in record.items())
-        rows: list[Row] = [row for row in before["rows"] if _what(row)]
-        return rows if same else None
+        is_same = all(before[key] == value for key, value in record.items())
+        rows: list[Row] = [row for row in before["rows"] if _key(row)]
+        return rows if is_same else None
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _what(row: Row) -> tuple[str, str, int | None]:
-    """What a row is of."""
+def _key(row: Row) -> tuple[str, str, int | None]:
     return row["task"], row["precision"], row.get("side_by_side")
 
 
 def time_cells(
     task: Task, cells: list[tuple[str, float]], data: Dataset, precision: Precision, epochs: int, larger: float
 ) -> Row:
-    """Seconds an epoch of runs side by side, after the first; all the data is so many times larger than this."""
+    """Time epochs of runs side by side, after a first epoch to warm up.
+
+    Args:
+        task: a supervised task.
+        cells: the optimiser and the learning rate of each run.
+        data: a part of the task's data.
+        precision: of matrix products.
+        epochs: the number of timed epochs.
+        larger: the size of all data relative to this part.
+    """
     start = time.perf_counter()
     trainings = [
         Supervised(task, task.settings(optimiser, rate, epochs=epochs + 1, precision=precision), data)
@@ -149,54 +163,63 @@ def time_cells(
         if trainings[-1].known > len(times):  # the host has waited for the epoch's numbers
             times.append(time.perf_counter() - start)
             start = time.perf_counter()
-    timed = statistics.median(times[1:])
-    begun = max(0.0, times[0] - timed)
+    epoch_s = statistics.median(times[1:])
+    warm_up_s = max(0.0, times[0] - epoch_s)
     return {
         "task": task.name,
         "optimiser": cells[0][0] if len(cells) == 1 else "all",
         "precision": precision,
         "side_by_side": len(cells),
-        "seconds_an_epoch": round(larger * timed, 4),
-        "milliseconds_a_step": round(1e3 * timed / trainings[0].steps_an_epoch, 3),
-        "seconds_to_begin": round(begun, 2),
-        "seconds_in_full": round(larger * timed * task.epochs + begun, 1),
+        "seconds_an_epoch": round(larger * epoch_s, 4),
+        "milliseconds_a_step": round(1e3 * epoch_s / trainings[0].steps_an_epoch, 3),
+        "seconds_to_begin": round(warm_up_s, 2),
+        "seconds_in_full": round(larger * epoch_s * task.epochs + warm_up_s, 1),
     }
 
 
 def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> Row:
-    """What a run of another loop takes by its steps, so many seconds of them; looks at images do not count."""
+    """Time steps of the GAN or of Pong for some seconds, without the evaluation of images."""
     assert task.loop is not None
     start = time.perf_counter()
-    first = next(iter(task.contenders))
-    training = task.loop(task, task.settings(first, precision=precision), data, None)
+    optimiser = next(iter(task.contenders))
+    training = task.loop(task, task.settings(optimiser, precision=precision), data, None)
     clock = Clock(data.device)
-    clock.burst(training.advance, FIRST if clock.gpu else 1)
-    begun, done, before = time.perf_counter() - start, training.steps_done, time.perf_counter()
+    clock.burst(training.advance, WARM_UP_STEPS if clock.is_gpu else 1)
+    warm_up_s, done, before = time.perf_counter() - start, training.steps_done, time.perf_counter()
     while time.perf_counter() - before < seconds:
-        training.advance()  # which waits for the device if and when a run does
-    clock.wait()
-    step = (time.perf_counter() - before) / (training.steps_done - done)
-    begun = max(0.0, begun - done * step)
+        training.advance()
+    clock.synchronize()
+    step_s = (time.perf_counter() - before) / (training.steps_done - done)
+    warm_up_s = max(0.0, warm_up_s - done * step_s)
     return {
         "task": task.name,
-        "optimiser": first,
+        "optimiser": optimiser,
         "precision": precision,
         "side_by_side": 1,
-        "seconds_an_epoch": round(step * training.steps_an_epoch, 4),
-        "milliseconds_a_step": round(1e3 * step, 3),
-        "seconds_to_begin": round(begun, 2),
-        "seconds_in_full": round(step * training.steps_an_epoch * task.epochs + begun, 1),
+        "seconds_an_epoch": round(step_s * training.steps_an_epoch, 4),
+        "milliseconds_a_step": round(1e3 * step_s, 3),
+        "seconds_to_begin": round(warm_up_s, 2),
+        "seconds_in_full": round(step_s * training.steps_an_epoch * task.epochs + warm_up_s, 1),
     }
 
 
 def time_script(
     train: Images, device: torch.device, precision: Precision, ours: Row, steps: int = 20, depth: int = 100
 ) -> Row:
-    """Steps of mnist-deep as the paper's script makes them; ours were timed just before, in the same process."""
+    """Time steps of mnist-deep as the paper's script does them.
+
+    Args:
+        train: the training images.
+        device: of the network.
+        precision: of matrix products.
+        ours: the row of the same task, timed just before in the same process.
+        steps: the number of timed steps; a tenth of it on a CPU.
+        depth: of the perceptron.
+    """
     model = Perceptron(depth).to(device)
-    optimiser = Plain(model)
+    optimiser = PlainNero(model)
     clock = Clock(device)
-    matrices = torch.get_float32_matmul_precision()
+    matmul_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     batches = host_batches(train)
     correct = 0
@@ -211,12 +234,12 @@ def time_script(
         optimiser.step()
         correct += int((logits.argmax(1) == labels).sum())
 
-    few = max(1, steps // 10 if device.type == "cpu" else steps)
-    clock.burst(step, max(1, few // 5))
-    taken = 1e3 * clock.burst(step, few)
-    torch.set_float32_matmul_precision(matrices)
+    count = max(1, steps // 10 if device.type == "cpu" else steps)
+    clock.burst(step, max(1, count // 5))
+    taken = 1e3 * clock.burst(step, count)
+    torch.set_float32_matmul_precision(matmul_precision)
     return {
-        "task": SCRIPTED,
+        "task": SCRIPT_TASK,
         "optimiser": "nero",
         "precision": precision,
         "milliseconds_a_step": round(taken, 3),
@@ -224,8 +247,8 @@ def time_script(
     }
 
 
-class Plain:
-    """Algorithm 1 in the fewest operations, tensor by tensor: no care taken of anything."""
+class PlainNero:
+    """Algorithm 1 in as few operations as possible, one tensor at a time, without any care for special cases."""
 
     def __init__(self, model: nn.Module, lr: float = 0.001, beta: float = 0.999) -> None:
         self.lr, self.beta, self.steps = lr, beta, 0
@@ -241,18 +264,18 @@ class Plain:
         for parameter, average, scale in zip(self.parameters, self.averages, self.scales, strict=True):
             grad = parameter.grad
             assert grad is not None
-            rows = parameter.dim() > 1
-            square = grad.norm(dim=1, keepdim=True).square() if rows else grad.square()
+            is_matrix = parameter.dim() > 1
+            square = grad.norm(dim=1, keepdim=True).square() if is_matrix else grad.square()
             average.mul_(self.beta).add_(square, alpha=1 - self.beta)
             size = (average / (1 - self.beta**self.steps)).sqrt()
             parameter.sub_(grad / size, alpha=self.lr * scale)
-            if rows:
+            if is_matrix:
                 parameter.sub_(parameter.mean(dim=1, keepdim=True))
                 parameter.div_(parameter.norm(dim=1, keepdim=True))
 
 
 def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches as torch's loader makes them on the host: image by image, then stacked."""
+    """Yield batches as torch's loader makes them on the host: image by image, then stacked."""
 
     class Examples(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -266,45 +289,44 @@ def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tens
         yield from DataLoader(Examples(), batch_size=batch, shuffle=True)
 
 
-def images(data: Dataset) -> Images:
-    """What a data set of images trains on."""
+def training_images(data: Dataset) -> Images:
+    """Return the training images of a data set of images."""
     assert isinstance(data, Pictures)
     return data.train
 
 
-def part(data: Dataset, share: float, batch: int) -> Dataset:
-    """The first examples of a data set, at least a few batches."""
+def first_part(data: Dataset, share: float, batch: int) -> Dataset:
+    """Return the first examples of a data set, at least two batches of each part."""
     assert isinstance(data, Pictures | Corpus | Pairs)
     if isinstance(data, Pairs):
-        some, held, last = (few(pairs, share, batch) for pairs in (data.train, data.valid, data.test))
-        return replace(data, train=some, valid=held, test=last)
+        pairs = [_first_sentences(part, share, batch) for part in (data.train, data.valid, data.test)]
+        return replace(data, train=pairs[0], valid=pairs[1], test=pairs[2])
     if isinstance(data, Corpus):
-        train, valid, test = (text_of(rows, share, batch) for rows in (data.train, data.valid, data.test))
-        return replace(data, train=train, valid=valid, test=test)
-
-    def first(images: Images, least: int) -> Images:
-        count = max(least, round(share * len(images.labels)))
-        return Images(images.pixels[:count], images.labels[:count])
-
-    return replace(data, train=first(data.train, 2 * batch), test=first(data.test, 1))
+        texts = [_first_rows(part, share, batch) for part in (data.train, data.valid, data.test)]
+        return replace(data, train=texts[0], valid=texts[1], test=texts[2])
+    return replace(data, train=_first_images(data.train, share, 2 * batch), test=_first_images(data.test, share, 1))
 
 
-def few(pairs: Sentences, share: float, batch: int) -> Sentences:
-    """The first pairs of sentences, two batches at least."""
+def _first_images(images: Images, share: float, least: int) -> Images:
+    count = max(least, round(share * len(images.labels)))
+    return Images(images.pixels[:count], images.labels[:count])
+
+
+def _first_sentences(pairs: Sentences, share: float, batch: int) -> Sentences:
     count = max(2 * batch, round(share * len(pairs.lengths)))
     return Sentences(pairs.words[:count], pairs.labels[:count], pairs.lengths[:count])
 
 
-def text_of(rows: Rows, share: float, batch: int) -> Rows:
-    """The first rows of a text, whole batches of them."""
+def _first_rows(rows: Rows, share: float, batch: int) -> Rows:
+    """Return whole batches of the first rows of a text."""
     count = max(2, round(share * len(rows.words) / batch)) * batch
     return Rows(rows.words[:count], rows.labels[:count])
 
 
 def table(rows: list[Row]) -> Table:
-    """For a person."""
+    """Format the rows for a terminal."""
     found = Table(box=None, pad_edge=False)
-    for column in ("task", "precision", "at a time", "a step, ms", "an epoch, s", "in full, s", "times ours"):
+    for column in ("task", "precision", "side by side", "step, ms", "epoch, s", "in full, s", "times ours"):
         found.add_column(column, justify="left" if column in ("task", "precision") else "right")
     for row in rows:
         numbers = ("side_by_side", "milliseconds_a_step", "seconds_an_epoch", "seconds_in_full", "times_ours")

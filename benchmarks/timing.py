@@ -1,4 +1,4 @@
-"""How long a step takes: contenders take turns, and a clock that knows what an accelerator still has to do."""
+"""Timing of steps: contenders take turns, on a clock that waits for the accelerator."""
 
 import math
 import os
@@ -17,114 +17,123 @@ import torch
 Step: TypeAlias = Callable[[], object]
 Row: TypeAlias = dict[str, Any]
 Job: TypeAlias = Callable[[], list[Row]]
-#: Seconds a step, by the round in which they were measured.
+#: Seconds per step, by the round in which they were measured.
 Rounds: TypeAlias = dict[int, float]
 
-#: Cycles a second of a fast GPU; on a slower one, a wait of so many cycles only gets longer.
-CYCLES = 2e9
+#: The clock rate of a fast GPU; on a slower one, waiting for this many cycles takes longer than a second.
+CYCLES_PER_S = 2e9
+MAX_BURST_STEPS = 200
 
 
-class Plan(NamedTuple):
-    """How long to measure."""
+class Budget(NamedTuple):
+    """The limits of a measurement."""
 
-    rounds: int = 30  # in which each contender has a turn,
-    seconds: float = 1.0  # until its turns have taken this long,
-    least: int = 5  # but it has at least so many
-    burst: float = 0.005  # a turn is as many steps as take this long
+    rounds: int = 30  # each contender has one turn per round
+    seconds: float = 1.0  # a contender stops when its turns have taken this long
+    min_rounds: int = 5
+    burst_s: float = 0.005  # a turn is a burst of steps of about this length
 
 
 @dataclass
 class Bench:
-    """What a section is run with."""
+    """The settings and the state of a benchmark run."""
 
     device: torch.device
-    plan: Plan
-    bandwidth: float  # of a copy, in bytes a second, read and written
-    quick: bool  # sizes for a rehearsal
-    compiling: float  # seconds that may still go into compiling
+    budget: Budget
+    bandwidth: float  # of a copy, in bytes per second read and written
+    is_quick: bool  # tiny sizes, for a rehearsal
+    compile_budget_s: float  # seconds left for torch.compile
     tick: Step = lambda: None  # called between measurements
-    notes: list[str] = field(default_factory=list)  # on what was left out
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
 
 
 class Clock:
-    """Times steps on one device."""
+    """A clock for steps on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.gpu = device.type == "cuda"
+        self.is_gpu = device.type == "cuda"
 
-    def wait(self) -> None:
-        """Wait until the device has done everything."""
-        if self.gpu:
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.is_gpu:
             torch.cuda.synchronize()
 
     def mark(self) -> Any:
-        """A moment: the device's, when it gets there, or else the host's."""
-        if not self.gpu:
+        """Record the current time: as an event on the device's stream, or of the host."""
+        if not self.is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
-    def between(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks that the device has passed."""
-        return float(begin.elapsed_time(end)) / 1e3 if self.gpu else float(end - begin)
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks that the device has passed."""
+        return float(begin.elapsed_time(end)) / 1e3 if self.is_gpu else float(end - begin)
 
     def burst(self, step: Step, count: int = 1) -> float:
-        """Seconds a step, of so many issued back to back: the host's time or the device's, whichever is longer."""
-        self.wait()
+        """Return the seconds per step of a burst: of the host or of the device, whichever takes longer."""
+        self.synchronize()
         start = time.perf_counter()
         for _ in range(count):
             step()
-        self.wait()
+        self.synchronize()
         return (time.perf_counter() - start) / count
 
-    def until_return(self, step: Step) -> float:
-        """Seconds until the call of a step returns, with nothing for the device to do before it."""
-        self.wait()
+    def host_seconds(self, step: Step) -> float:
+        """Return the seconds until the call of a step returns, on an idle device."""
+        self.synchronize()
         start = time.perf_counter()
         step()
         taken = time.perf_counter() - start
-        self.wait()
+        self.synchronize()
         return taken
 
-    def on_device(self, step: Step, count: int, lead: float) -> float | None:
-        """Seconds a step on the device alone; ``None`` if the host does not get ahead of it.
+    def device_seconds(self, step: Step, count: int, lead: float) -> float | None:
+        """Return the seconds per step on the device alone; ``None`` if the host cannot queue the steps in time.
 
-        The device is kept busy for the lead, in seconds, while the host queues the steps; if it is
-        through with that before they are all queued (a step waits for the device, or is more
-        launches than the queue holds), what would be timed is the host.
+        The device sleeps for ``lead`` seconds while the host queues the steps. If it wakes before all are queued (a
+        step synchronises, or needs more launches than the queue holds), the result would be the host's time.
         """
-        self.wait()
-        torch.cuda._sleep(int(lead * CYCLES))  # type: ignore[no-untyped-call]
+        self.synchronize()
+        torch.cuda._sleep(int(lead * CYCLES_PER_S))  # type: ignore[no-untyped-call]
         begin = self.mark()
         for _ in range(count):
             step()
         end = self.mark()
-        ahead = not begin.query()
-        self.wait()
-        return self.between(begin, end) / count if ahead else None
+        is_ahead = not begin.query()
+        self.synchronize()
+        return self.seconds_between(begin, end) / count if is_ahead else None
 
 
-def burst_length(step: Step, clock: Clock, plan: Plan) -> int:
-    """How many steps make a turn."""
-    if clock.burst(step) > plan.burst:
+def burst_length(step: Step, clock: Clock, budget: Budget) -> int:
+    """Return the number of steps in a turn."""
+    if clock.burst(step) > budget.burst_s:
         return 1
-    return max(1, min(200, math.ceil(plan.burst / clock.burst(step, 5))))
+    return max(1, min(MAX_BURST_STEPS, math.ceil(budget.burst_s / clock.burst(step, 5))))
 
 
 def take_turns(
     steps: Mapping[str, Step],
     counts: Mapping[str, int],
     clock: Clock,
-    plan: Plan,
+    budget: Budget,
     always: Collection[str] = (),
     tick: Step = lambda: None,
 ) -> dict[str, Rounds]:
-    """Time the contenders in turn, each until it has used up its share; some always, to be compared with."""
+    """Time the contenders in turn, each until its budget is spent.
+
+    Args:
+        steps: a step of each contender, by name.
+        counts: the number of steps in a turn, by name.
+        clock: times the turns.
+        budget: limits the rounds.
+        always: contenders that take part in every round, since others are compared with them.
+        tick: called after each round.
+    """
     times: dict[str, Rounds] = {name: {} for name in steps}
     spent = dict.fromkeys(steps, 0.0)
-    for number in range(plan.rounds):
-        due = {name for name in steps if spent[name] < plan.seconds or len(times[name]) < plan.least}
+    for number in range(budget.rounds):
+        due = {name for name in steps if spent[name] < budget.seconds or len(times[name]) < budget.min_rounds}
         if not due:
             break
         for name, step in steps.items():
@@ -136,23 +145,33 @@ def take_turns(
 
 
 def ratio(times: Rounds, others: Rounds) -> float:
-    """The median of ratios of neighbours, so that what else the machine does weighs on both."""
+    """Return the median ratio of turns of the same round, which share the machine's other load."""
     return statistics.median(taken / others[number] for number, taken in times.items() if number in others)
 
 
 def difference(times: Rounds, others: Rounds) -> float:
-    """The median of differences of neighbours."""
+    """Return the median difference of turns of the same round."""
     return statistics.median(taken - others[number] for number, taken in times.items() if number in others)
 
 
 def device_time(step: Step, count: int, host: float, clock: Clock, repeats: int = 5) -> float | None:
-    """Seconds a step on the device alone, if it has them; in bursts, or where the queue is too short one by one."""
-    if not clock.gpu:
+    """Return the seconds per step on the device alone, if there is one.
+
+    Steps are measured in bursts, or one at a time if a burst does not fit in the queue.
+
+    Args:
+        step: the step.
+        count: the length of a burst.
+        host: the seconds that the host needs to queue a step.
+        clock: times the steps.
+        repeats: the number of bursts, of which the median counts.
+    """
+    if not clock.is_gpu:
         return None
     for number in dict.fromkeys((count, 1)):
         times: list[float] = []
         while len(times) < repeats:
-            taken = clock.on_device(step, number, lead=min(0.5, 2 * number * host + 0.002))
+            taken = clock.device_seconds(step, number, lead=min(0.5, 2 * number * host + 0.002))
             if taken is None:
                 break
             times.append(taken)
@@ -162,7 +181,7 @@ def device_time(step: Step, count: int, host: float, clock: Clock, repeats: int 
 
 
 def copy_bandwidth(device: torch.device, size: int, repeats: int = 20) -> float:
-    """Bytes a second, read and written, in the fastest of some copies of so many bytes."""
+    """Return the bytes per second, read and written, of the fastest of several copies of ``size`` bytes."""
     clock = Clock(device)
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
@@ -171,12 +190,12 @@ def copy_bandwidth(device: torch.device, size: int, repeats: int = 20) -> float:
 
 
 def milliseconds(seconds: float | None) -> float | None:
-    """For the record."""
+    """Convert seconds to rounded milliseconds."""
     return None if seconds is None else round(1e3 * seconds, 4)
 
 
 def machine(device: torch.device) -> str:
-    """The machine's name: its accelerator's, or its processor's with the number of cores."""
+    """Return the name of the accelerator, or of the processor with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nero.auto.depth import depth_of
     from nero.watching import Watch, watch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CentredWeightNorm",

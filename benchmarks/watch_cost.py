@@ -1,6 +1,6 @@
-"""What watching costs: a reading every hundred steps, beside the steps alone and beside whole training steps.
+"""The cost of ``nero.watch``: a reading every hundred steps of the optimiser, and every hundred training steps.
 
-Blocks of a hundred steps, with a reading at their end and without, take turns. Writes
+Blocks of a hundred steps, with and without a reading at the end, take turns. Writes
 benchmarks/results/watch-cuda.json or watch-cpu.json.
 """
 
@@ -8,28 +8,28 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import date
 from functools import partial
 from pathlib import Path
 
 import torch
-from end_to_end import OPTIMISERS, Pipeline, perceptron, transformer
+from end_to_end import OPTIMISERS, Trainer, perceptron, transformer
 from rich.console import Console
 from rich.table import Table
 from shapes import groups
 from step import shape_sets
-from timing import Bench, Clock, Plan, Row, Step, machine, milliseconds, take_turns
+from timing import Bench, Budget, Clock, Row, Step, machine, milliseconds, take_turns
 
 import nero
 from nero_lab.store import commit
 
 ROOT = Path(__file__).parents[1]
-EVERY = 100
+STEPS_PER_READING = 100
 
 
-class Forgetful:
-    """A writer that writes nowhere."""
+class NullWriter:
+    """A summary writer that writes nothing."""
 
     def add_scalar(self, *_: object) -> None: ...
 
@@ -38,19 +38,17 @@ def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}, which is here")
-    parser.add_argument("--rounds", type=int, default=5, help="in which each block has a turn (5)")
-    parser.add_argument("--longest", type=float, default=12.0, help="seconds a block may take to be timed whole (12)")
-    parser.add_argument("--quick", action="store_true", help="a rehearsal with tiny sizes, in seconds")
-    parser.add_argument("--out", type=Path, help="where the JSON goes (benchmarks/results; of a rehearsal, out)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds in which each block has a turn (5)")
+    parser.add_argument("--longest", type=float, default=12.0, help="longest block that is timed, in seconds (12)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
+    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
     arguments = parser.parse_args(argv)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    device, out = (
-        torch.device(arguments.device),
-        arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results"),
-    )
+    device = torch.device(arguments.device)
+    out = arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    bench = Bench(device, Plan(), 1.0, arguments.quick, 0.0)
+    bench = Bench(device, Budget(), bandwidth=1.0, is_quick=arguments.quick, compile_budget_s=0.0)
     rows: list[Row] = []
     for name, optimiser, step in workloads(bench):
         rows.append(measure(name, optimiser, step, Clock(device), arguments.rounds, arguments.longest))
@@ -62,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "quick": arguments.quick,
-        "every": EVERY,
+        "every": STEPS_PER_READING,
         "rows": rows,
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -71,35 +69,34 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def workloads(bench: Bench) -> Iterator[tuple[str, nero.Nero, Step]]:
-    """The optimiser alone on the shapes of known networks, then training steps; each is made when its turn comes."""
+    """Yield steps of the optimiser on the shapes of known networks, then training steps; each is made in its turn."""
     for shapes in shape_sets(bench):
         optimiser = nero.Nero(groups(shapes.parameters(bench.device)))
         yield f"{shapes.name}, the optimiser alone", optimiser, optimiser.step
     for make in (perceptron, transformer):
-        pipeline = Pipeline(make(bench), OPTIMISERS["Nero"])
-        assert isinstance(pipeline.optimiser, nero.Nero)
-        yield f"{pipeline.task.name}, training", pipeline.optimiser, pipeline.train
+        trainer = Trainer(make(bench), OPTIMISERS["Nero"])
+        assert isinstance(trainer.optimiser, nero.Nero)
+        yield f"{trainer.workload.name}, training", trainer.optimiser, trainer.train
 
 
 def measure(name: str, optimiser: nero.Nero, step: Step, clock: Clock, rounds: int, longest: float) -> Row:
-    """Time a step, a reading, and blocks of steps with one and without, in turn."""
+    """Time a step, a reading, and blocks of steps with and without a reading, in turn."""
     watched = nero.watch(optimiser)
-    for warm in (step, watched.read, step, watched.read):
-        warm()
-    asked: Callable[[], object] = lambda: watched.read().layers  # noqa: E731
+    for warm_up in (step, watched.read, step, watched.read):
+        warm_up()
     singles: dict[str, Step] = {
         "step": step,
         "reading": watched.read,
-        "asked": asked,
-        "written": lambda: watched.read().write(Forgetful()),
+        "asked": lambda: watched.read().layers,
+        "written": lambda: watched.read().write(NullWriter()),
     }
-    plan = Plan(rounds=4 * rounds, seconds=4.0, least=3)
-    times = take_turns(singles, dict.fromkeys(singles, 1), clock, plan, always=singles)
-    taken = {each: statistics.median(those.values()) for each, those in times.items()}
+    budget = Budget(rounds=4 * rounds, seconds=4.0, min_rounds=3)
+    times = take_turns(singles, dict.fromkeys(singles, 1), clock, budget, always=singles)
+    taken = {each: statistics.median(each_round.values()) for each, each_round in times.items()}
     blocks: dict[str, Step] = {"plain": partial(block, step), "watched": partial(block, step, watched.read)}
     measured = None
-    if EVERY * taken["step"] <= longest:
-        turns = take_turns(blocks, dict.fromkeys(blocks, 1), clock, Plan(rounds=rounds, seconds=1e9), always=blocks)
+    if STEPS_PER_READING * taken["step"] <= longest:
+        turns = take_turns(blocks, dict.fromkeys(blocks, 1), clock, Budget(rounds=rounds, seconds=1e9), always=blocks)
         ratios = [turns["watched"][each] / turns["plain"][each] for each in turns["plain"]]
         measured = [round(100 * (ratio - 1), 2) for ratio in (min(ratios), statistics.median(ratios), max(ratios))]
     return {
@@ -114,25 +111,25 @@ def measure(name: str, optimiser: nero.Nero, step: Step, clock: Clock, rounds: i
         "milliseconds_a_reading": milliseconds(taken["reading"]),
         "milliseconds_a_reading_asked": milliseconds(taken["asked"]),
         "milliseconds_a_reading_written": milliseconds(taken["written"]),
-        "per_cent_slower": round(100 * taken["reading"] / (EVERY * taken["step"]), 3),
-        "per_cent_slower_asked": round(100 * taken["asked"] / (EVERY * taken["step"]), 3),
+        "per_cent_slower": round(100 * taken["reading"] / (STEPS_PER_READING * taken["step"]), 3),
+        "per_cent_slower_asked": round(100 * taken["asked"] / (STEPS_PER_READING * taken["step"]), 3),
         "per_cent_slower_in_blocks": measured,
     }
 
 
 def block(step: Step, then: Step | None = None) -> None:
-    """So many steps as lie between readings."""
-    for _ in range(EVERY):
+    """Do the steps between two readings, and then a reading."""
+    for _ in range(STEPS_PER_READING):
         step()
     if then is not None:
         then()
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows for a terminal."""
+    """Format the rows for a terminal."""
     made = Table(box=None, pad_edge=False)
     made.add_column("workload", no_wrap=True)
-    for title in ("step, ms", "reading, ms", "asked", "written", "slower", "in blocks (least, median, most)"):
+    for title in ("step, ms", "reading, ms", "asked", "written", "slower", "in blocks (min, median, max)"):
         made.add_column(title, justify="right")
     for row in rows:
         times = [

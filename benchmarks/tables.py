@@ -1,0 +1,183 @@
+"""The cost tables of README.md and docs/speed.md, written from the committed benchmark records.
+
+A table stands between ``<!-- cost: NAME -->`` and ``<!-- end -->``. Run ``python benchmarks/tables.py`` after a new
+record.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from contenders import ADAM, SGD
+from timing import Row
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/speed.md")
+BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Write all tables from the records."""
+    for name in PAGES:
+        page = ROOT / name
+        page.write_text(filled(page.read_text()))
+    return 0
+
+
+def filled(text: str) -> str:
+    """Return a page with its tables filled from the records."""
+    return BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n\n{block[3]}", text)
+
+
+def record(name: str) -> dict[str, Any]:
+    """Read a committed record."""
+    found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return found
+
+
+def summary() -> str:
+    """Make README's table: steps on a GPU."""
+    lines = []
+    for shapes, rows in _by_shapes("cuda").items():
+        nero, sgd, adam = rows["Nero (triton)"], rows[SGD], rows[ADAM]
+        device = nero["device_milliseconds"]
+        lines.append(
+            [
+                shapes,
+                f"{device:.3g} ms",
+                f"{device / sgd['device_milliseconds']:.2f}",
+                f"{device / adam['device_milliseconds']:.2f}",
+                f"{nero['milliseconds']:.3g} ms",
+                f"{nero['of_fused_sgd']:.2f}",
+                f"{nero['of_fused_adam']:.2f}",
+            ]
+        )
+    return _table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
+
+
+def gpu_steps() -> str:
+    """Make the table of steps on a GPU."""
+    lines = []
+    for shapes, rows in _by_shapes("cuda").items():
+        nero, sgd = rows["Nero (triton)"], rows[SGD]
+        device = nero["device_milliseconds"]
+        lines.append(
+            [
+                shapes,
+                f"{nero['parameters'] / 1e6:.1f} M",
+                f"{device:.3g} ms",
+                f"{100 * nero['device_of_copy_bandwidth']:.0f} %",
+                f"{device / sgd['device_milliseconds']:.2f}",
+                f"{nero['milliseconds']:.3g} ms",
+                f"{nero['of_fused_sgd']:.2f}",
+                f"{nero['of_fused_adam']:.2f}",
+            ]
+        )
+    head = ["shapes of", "parameters", "device", "of a copy's bandwidth", "/ SGD", "with host", "/ SGD", "/ Adam"]
+    return _table(head, lines)
+
+
+def cpu_steps() -> str:
+    """Make the table of steps on a CPU."""
+    lines = []
+    for shapes, rows in _by_shapes("cpu").items():
+        nero = rows["Nero (numba)"]
+        lines.append(
+            [
+                shapes,
+                f"{nero['parameters'] / 1e6:.1f} M",
+                f"{nero['milliseconds']:.3g} ms",
+                f"{nero['of_fused_sgd']:.2f}",
+                f"{nero['of_fused_adam']:.2f}",
+                f"{rows['Nero (foreach)']['of_fused_adam']:.2f}",
+                f"{100 * nero['state_of_adam']:.2f} %",
+            ]
+        )
+    head = ["shapes of", "parameters", "numba", "/ SGD", "/ Adam", "foreach / Adam", "state / Adam's"]
+    return _table(head, lines)
+
+
+def tensors() -> str:
+    """Make the table of steps on a GPU by the number of tensors."""
+    rows = [row for row in record("cuda")["growth"] if (row["by"], row["optimiser"]) == ("tensors", "Nero")]
+    return _table(
+        ["tensors", "a step with the host", "/ SGD", "/ Adam"],
+        [
+            [
+                f"{row['tensors']:,}",
+                f"{row['milliseconds']:.3g} ms",
+                f"{row['of_fused_sgd']:.2f}",
+                f"{row['of_fused_adam']:.2f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def training() -> str:
+    """Make the table of the optimiser's share of a training step on a GPU."""
+    rows: dict[str, dict[str, Row]] = {}
+    for row in record("cuda")["end-to-end"]:
+        rows.setdefault(row["model"], {})[row["optimiser"]] = row
+    lines = []
+    for model, by_name in rows.items():
+        batch = " x ".join(map(str, by_name["Nero"]["batch"]))
+        shares = [f"{by_name[name]['optimiser_per_cent_within']:.1f} %" for name in ("Nero", SGD, ADAM)]
+        lines.append([model, batch, by_name["Nero"]["precision"], *shares])
+    return _table(["network", "batch", "precision", "Nero", "SGD", "Adam"], lines)
+
+
+def suite() -> str:
+    """Make the table of the time of whole tasks on a GPU."""
+    times: dict[str, dict[str, str]] = {}
+    for row in record("suite-cuda")["rows"]:
+        if count := row.get("side_by_side"):
+            name = f"`{row['task']}`" if count == 1 else f"`{row['task']}`, {count} runs side by side"
+            times.setdefault(name, {})[row["precision"]] = f"{row['seconds_in_full']:.0f} s"
+    precisions = ("float32", "tf32")
+    lines = [
+        [name, *(by_precision.get(each, "not run") for each in precisions)] for name, by_precision in times.items()
+    ]
+    return _table(["task", "float32", "TF32"], lines)
+
+
+def script() -> str:
+    """Make the table of steps of mnist-deep beside those of the paper's script."""
+    lines, ours = [], 0.0
+    for row in record("suite-cuda")["rows"]:
+        if row["task"] == "mnist-deep" and row["side_by_side"] == 1:
+            ours = row["milliseconds_a_step"]
+        elif "times_ours" in row:
+            lines.append(
+                [row["precision"], f"{ours:.1f} ms", f"{row['milliseconds_a_step']:.1f} ms", f"{row['times_ours']:.1f}"]
+            )
+    return _table(["precision", "ours", "the authors' way", "ratio"], lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "summary": summary,
+    "gpu-steps": gpu_steps,
+    "cpu-steps": cpu_steps,
+    "tensors": tensors,
+    "training": training,
+    "suite": suite,
+    "script": script,
+}
+
+
+def _by_shapes(name: str) -> dict[str, dict[str, Row]]:
+    found: dict[str, dict[str, Row]] = {}
+    for row in record(name)["step"]:
+        found.setdefault(row["shapes"], {})[row["optimiser"]] = row
+    return found
+
+
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nero_lab.data import Pictures, load
 from nero_lab.image_metrics import LOOK, judges
-from nero_lab.store import commit
+from nero_lab.provenance import commit
 
 ROOT = Path(__file__).parents[1]
 

@@ -33,7 +33,8 @@ from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Precision, Task
-from nero_lab.store import commit, write_whole
+from nero_lab.provenance import commit
+from nero_lab.store import write_atomically
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -110,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     again = {_what(row) for row in rows}
     rows = [row for row in before or [] if _what(row) not in again] + [{**row, **told} for row in rows]
     text = json.dumps({**record, "rows": rows}, indent=1) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_atomically(path, lambda file: file.write(text.encode()))
     console.print(f"written to {path}", soft_wrap=True)
     return 0
 

@@ -47,7 +47,7 @@ from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
 from nero_lab.progress import Display
 from nero_lab.protocol import Contender, SettingError, Task, best_rate, constant, decay_each_epoch, warm_up_then_drop
-from nero_lab.store import Onlooker, Store, StoreError, read_records, write_whole
+from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records, write_atomically
 from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS, task_named
 
@@ -501,8 +501,8 @@ def test_an_epochs_numbers_may_come_late(lag, monkeypatch):
 
 @pytest.mark.parametrize("contender", TINY.contenders)
 def test_killed_and_resumed_equals_undisturbed(contender, tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "PAUSE", 0.0)
-    monkeypatch.setattr(sweep, "SHARE", 0.0)
+    monkeypatch.setattr(sweep, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "MIN_TRAIN_TO_SAVE_RATIO", 0.0)
     data, settings = made(), TINY.settings(contender)
     (undisturbed,) = train(TINY, [settings], data, Store(tmp_path / "undisturbed"), Watch())
     store = Store(tmp_path / "killed")
@@ -710,7 +710,7 @@ def test_a_process_that_the_first_has_left_was_interrupted_if_it_was_asked_to_st
     monkeypatch.setattr(distributed, "rank", lambda: 1)
     monkeypatch.setattr(Supervised, "advance", left)
     with pytest.raises(KeyboardInterrupt if asked else RuntimeError) as error:
-        train(TINY, [TINY.settings("nero")], made(), Onlooker(tmp_path), Watch())
+        train(TINY, [TINY.settings("nero")], made(), ReadOnlyStore(tmp_path), Watch())
     assert error.value.args == ((signal.SIGTERM,) if asked else ("Connection closed by peer",))
 
 
@@ -831,18 +831,18 @@ def test_dropout_draws_from_its_generator():
 
 def test_files_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a" / "file"
-    write_whole(path, lambda file: file.write(b"first"))
+    write_atomically(path, lambda file: file.write(b"first"))
 
     def half(file):
         file.write(b"hal")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(StoreError, match=r"the disk is full.*make room"):
-        write_whole(path, half)
+        write_atomically(path, half)
     assert path.read_bytes() == b"first"
     monkeypatch.setattr(record.os, "fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, lambda file: file.write(b"second"))
+        write_atomically(path, lambda file: file.write(b"second"))
     assert [each.name for each in path.parent.iterdir()] == ["file"]
     assert path.read_bytes() == b"first"
 
@@ -870,7 +870,7 @@ def test_what_ails_the_disk_is_told_where_torch_writes(number, words, tmp_path, 
 
     monkeypatch.setattr(record.Path, "open", full)
     with pytest.raises(StoreError, match=rf"cannot write .*{words}, run the same command again"):
-        write_whole(tmp_path / "file", lambda file: torch.save({"weights": torch.zeros(2**16)}, file))
+        write_atomically(tmp_path / "file", lambda file: torch.save({"weights": torch.zeros(2**16)}, file))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -878,7 +878,7 @@ def test_what_ails_the_disk_is_told_where_folders_are_made(tmp_path, monkeypatch
     """Python makes the folder above when it finds that there is none: of two complaints the last one counts."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(StoreError, match=r"cannot write .*File exists: .*/link'"):
-        write_whole(tmp_path / "link/task/file", lambda file: file.write(b"content"))
+        write_atomically(tmp_path / "link/task/file", lambda file: file.write(b"content"))
 
     def mkdir(path):
         number = errno.ENOENT if str(path).endswith("task") else errno.EDQUOT
@@ -886,13 +886,13 @@ def test_what_ails_the_disk_is_told_where_folders_are_made(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "mkdir", lambda path, *_: mkdir(path))
     with pytest.raises(StoreError, match="the disk is full: make room"):
-        write_whole(tmp_path / "new/task/file", lambda file: file.write(b"content"))
+        write_atomically(tmp_path / "new/task/file", lambda file: file.write(b"content"))
 
 
 def test_a_full_disk_stops_a_run_with_word_and_loses_nothing(tmp_path, monkeypatch):
     data, settings, store = made(), TINY.settings("nero"), Store(tmp_path)
-    monkeypatch.setattr(sweep, "PAUSE", 0.0)
-    monkeypatch.setattr(sweep, "SHARE", 0.0)
+    monkeypatch.setattr(sweep, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "MIN_TRAIN_TO_SAVE_RATIO", 0.0)
     saves = []
 
     def save(state, file):
@@ -1255,7 +1255,7 @@ def test_an_interrupt_while_torch_writes_is_an_interrupt(tmp_path):
             raise RuntimeError("unexpected pos 1 vs 2")  # as torch's writer does when it closes
 
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "file", write)
+        write_atomically(tmp_path / "file", write)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1326,9 +1326,9 @@ def test_broken_records_are_named(tmp_path):
 def test_records_are_named_by_what_departs_from_the_paper():
     task = TASKS["mnist-deep"]
     names = [
-        task.name_of(task.settings("nero")),
-        task.name_of(task.settings("sgd", 0.1, seed=2, precision="tf32")),
-        task.name_of(task.settings("sgd", 0.1, epochs=3)),
+        task.run_name(task.settings("nero")),
+        task.run_name(task.settings("sgd", 0.1, seed=2, precision="tf32")),
+        task.run_name(task.settings("sgd", 0.1, epochs=3)),
     ]
     assert names == ["nero-lr0.001-seed0", "sgd-lr0.1-seed2-tf32", "sgd-lr0.1-seed0-epochs3"]
 
@@ -1496,7 +1496,7 @@ def display(terminal, out):
 
 
 def test_a_terminal_has_bars_with_the_metric_and_the_time_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "GLANCE", 0.0)
+    monkeypatch.setattr(progress, "REFRESH_EVERY_S", 0.0)
     shown, told = display(True, tmp_path)
     seen = []
     monkeypatch.setattr(shown.progress, "update", lambda bar, **fields: seen.append((bar, fields)))
@@ -1513,8 +1513,8 @@ def test_a_terminal_has_bars_with_the_metric_and_the_time_left(tmp_path, monkeyp
 
 
 def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "GLANCE", 0.0)
-    monkeypatch.setattr(progress, "QUIET", 0.0)
+    monkeypatch.setattr(progress, "REFRESH_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
     store, settings = Store(tmp_path), TINY.settings("sgd")
     half = Supervised(TINY, settings, made())
     for _ in range(4):
@@ -1537,8 +1537,8 @@ def test_a_log_has_lines_and_says_what_goes_on(tmp_path, monkeypatch):
 
 def test_within_an_epoch_a_gpu_is_not_waited_for_and_steps_are_told(tmp_path, monkeypatch):
     """An epoch of ImageNet takes minutes."""
-    monkeypatch.setattr(progress, "GLANCE", 0.0)
-    monkeypatch.setattr(progress, "QUIET", 0.0)
+    monkeypatch.setattr(progress, "REFRESH_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
     monkeypatch.setattr(Supervised, "so_far", None)  # which is not asked for
     training = Supervised(TINY, TINY.settings("sgd"), made())
     training.device = torch.device("cuda")  # as the display sees it
@@ -1563,8 +1563,8 @@ def test_tensorboard_has_every_epoch(broken_off, lag, tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setitem(LAG, "cpu", lag)
-    monkeypatch.setattr(sweep, "PAUSE", 0.0)
-    monkeypatch.setattr(sweep, "SHARE", 0.0)
+    monkeypatch.setattr(sweep, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "MIN_TRAIN_TO_SAVE_RATIO", 0.0)
     settings, steps = TINY.settings("sgd"), 0
     if broken_off:
         shown, _ = display(False, tmp_path)

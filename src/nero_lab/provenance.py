@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -41,14 +42,20 @@ def device_name(device: torch.device) -> str:
     """Return the product name of a GPU, or a CPU's model with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+
+
+@cache
+def _cpu_name() -> str:
     with suppress(OSError, subprocess.CalledProcessError):
         lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")]
-        name = f"{models[0]}, {platform.machine()}" if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+        if models:
+            return f"{models[0]}, {platform.machine()}"
+    return platform.processor() or platform.machine()
 
 
+@cache  # this process runs the code that it imported first
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         found = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)

@@ -111,10 +111,13 @@ class _Runner:
         self.task, self.data, self.store, self.observer = task, data, store, observer
         self.active: list[Training] = []
         self.done: dict[Settings, dict[str, Any]] = {}
+        self._has_garbage = False  # a finished run is a reference cycle, and holds GPU memory until collected
 
     def start(self, settings: Settings) -> None:
         """Start a run, or resume it from its checkpoint."""
-        gc.collect()  # finished runs are reference cycles, which hold GPU memory until collected
+        if self._has_garbage:
+            gc.collect()
+            self._has_garbage = False
         state = self.store.begin(self.task, settings, self.data.device)
         try:
             self.active.append((self.task.loop or Supervised)(self.task, settings, self.data, state))
@@ -138,6 +141,7 @@ class _Runner:
             self.done[training.settings] = self.store.finish(training)
             distributed.barrier()  # the record must be visible to all processes
             self.active.remove(training)
+            self._has_garbage = True
             self.observer.ended(training)
 
     def save(self) -> float:

@@ -175,7 +175,7 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
     from dataclasses import replace
     from functools import partial
 
-    from test_paper import made
+    from helpers import make_data as made
     from test_paper_cgan import tiny_judges
 
     from nero_lab.data import load

@@ -1,4 +1,4 @@
-"""Interrupts of training: every run is saved, and the user is told."""
+"""Interrupts of training: all runs are saved, and the display announces the stop."""
 
 import signal
 from concurrent.futures import ThreadPoolExecutor

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import CPU, FAST, TINY, RecordingObserver, make_data, start_run
 
+from nero_lab.loops import adversarial
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender
 from nero_lab.store import Store, StoreError, read_records
@@ -70,8 +71,9 @@ def test_checkpoint_without_key_raises(key, tmp_path):
 
 
 @pytest.mark.parametrize("loop", ["supervised", "adversarial", "agent"])
-def test_store_with_weights_saves_state_dict(loop, tmp_path):
+def test_store_with_weights_saves_state_dict(loop, tmp_path, monkeypatch):
     """The weights load into a new network. A record without weights does not count as done."""
+    monkeypatch.setattr(adversarial, "JUDGED", 100)
     store, observer = Store(tmp_path, weights=True), RecordingObserver()
     task, settings, data = start_run(loop, store, epochs=1)
     train(task, [settings], data, store, observer)

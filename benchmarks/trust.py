@@ -31,7 +31,8 @@ from nero_lab.data import load
 from nero_lab.models.dropout import Dropout
 from nero_lab.models.mlp import mlp
 from nero_lab.protocol import Task
-from nero_lab.store import commit, write_whole
+from nero_lab.provenance import commit
+from nero_lab.store import write_atomically
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(measured(network, place))
         console.print(f"{network.name}: {rows[-1]['median']}")
         text = json.dumps({**told, "date": date.today().isoformat(), "angles": ANGLES, "rows": rows}, indent=1) + "\n"
-        write_whole(path, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]
+        write_atomically(path, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]
     console.print(table(rows))
     return 0
 

@@ -22,7 +22,7 @@ from step import shape_sets
 from timing import Bench, Budget, Clock, Row, Step, machine, milliseconds, take_turns
 
 import nero
-from nero_lab.store import commit
+from nero_lab.provenance import commit
 
 ROOT = Path(__file__).parents[1]
 STEPS_PER_READING = 100

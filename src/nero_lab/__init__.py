@@ -1,1 +1,1 @@
-"""The paper's experiments, one command each: ``nero list``, ``nero run``, ``nero sweep``, ``nero report``."""
+"""The experiments of the paper as commands: ``nero list``, ``nero run``, ``nero sweep`` and ``nero report``."""

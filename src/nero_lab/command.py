@@ -1,4 +1,4 @@
-"""The command ``nero`` as it is installed: beside the package, whose imports take seconds that Ctrl-C may fall into."""
+"""Entry point of the command ``nero``. Handles Ctrl-C while torch and the command line are still being imported."""
 
 import os
 import signal
@@ -6,19 +6,19 @@ from types import FrameType
 
 
 def main() -> None:
-    """The command of :mod:`nero_lab.cli`; where it is interrupted before it can see to that, it ends in a line."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # where interrupts are ignored, they stay so
-        signal.signal(signal.SIGINT, stop)
+    """Run :func:`nero_lab.cli.main`. An interrupt during the imports ends the process with one line."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # an ignored SIGINT stays ignored
+        signal.signal(signal.SIGINT, exit_now)
     try:
-        from nero_lab.cli import main as command
+        from nero_lab.cli import main as run_command_line
 
-        command()
+        run_command_line()
     finally:
         raise_interrupts()
 
 
-def stop(_: int, __: FrameType | None) -> None:
-    """End at once with a line. What is raised into an import may be lost there: torch goes on without numpy, say."""
+def exit_now(_: int, __: FrameType | None) -> None:
+    """Print one line and exit. An exception could be swallowed by the import that it interrupts."""
     try:
         os.write(2, b"nero: stopped\n")
     finally:
@@ -26,6 +26,6 @@ def stop(_: int, __: FrameType | None) -> None:
 
 
 def raise_interrupts() -> None:
-    """From now on an interrupt is raised, as is Python's way, for whoever has something to keep or to clear away."""
-    if signal.getsignal(signal.SIGINT) is stop:
+    """Make an interrupt raise KeyboardInterrupt again, as Python does by default."""
+    if signal.getsignal(signal.SIGINT) is exit_now:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,8 +1,10 @@
-"""Processes that train one network together, one a GPU, as ``torchrun`` starts them. One alone is the common case.
+"""Training of one network by several processes, one per GPU, as ``torchrun`` starts them.
 
-Gradients are summed by one call over all of them in a row, and not by DistributedDataParallel: that call is captured
-in the graph of a step like any other kernel, where DistributedDataParallel has hooks and a reducer that has to see
-eleven steps first. What is lost is the overlap of the sum with the backward pass.
+All functions also work in a single process, where the collectives do nothing.
+
+One all-reduce over the concatenated gradients replaces DistributedDataParallel. A CUDA graph captures that call like
+any other kernel, whereas DistributedDataParallel needs hooks and eleven warm-up steps. The price: the all-reduce does
+not overlap with the backward pass.
 """
 
 import os
@@ -14,99 +16,101 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def count() -> int:
-    """How many there are."""
+def world_size() -> int:
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is; the first alone writes and shows."""
+    """Return the index of this process. Only rank 0 prints and writes."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def on_this_machine() -> int:
-    """How many of them share this machine's cores."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if started() else 1
+def local_world_size() -> int:
+    """Return the number of processes that share this machine's cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched() else 1
 
 
-def started() -> bool:
-    """Whether torchrun has started this process."""
+def is_launched() -> bool:
+    """Return whether torchrun started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
-def gpu() -> torch.device:
-    """The GPU of this process."""
-    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if started() else torch.device("cuda")
+def local_gpu() -> torch.device:
+    """Return the GPU of this process."""
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if is_launched() else torch.device("cuda")
 
 
 @contextmanager
-def joined(place: torch.device) -> Iterator[None]:
-    """Together with the other processes, if torchrun started any."""
-    if not started():
+def process_group(device: torch.device) -> Iterator[None]:
+    """Join the other processes that torchrun started, if any, and leave them at the end."""
+    if not is_launched():
         yield
         return
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    on_gpu = place.type == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=place if on_gpu else None)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     yield
-    wait()  # none leaves while another is still at it; but if this one fails, it waits for nobody
+    barrier()  # reached on success only: a failed process waits for nobody
     dist.destroy_process_group()
 
 
-def for_each() -> str:
-    """What there is to add to a number that is of this process alone, for people."""
-    return f" for each of {count()} processes" if count() > 1 else ""
+def per_process() -> str:
+    """Return a suffix for printed numbers that describe one process of several."""
+    return f" for each of {world_size()} processes" if world_size() > 1 else ""
 
 
-def alike(what: object) -> bool:
-    """Whether every process has an equal one; they wait for each other, and all get the same answer."""
-    if count() == 1:
+def all_equal(value: object) -> bool:
+    """Return whether the value is equal on all processes. All processes must call this, and get the same answer."""
+    if world_size() == 1:
         return True
-    found: list[object] = [None] * count()
-    dist.all_gather_object(found, what)
+    found: list[object] = [None] * world_size()
+    dist.all_gather_object(found, value)
     return all(each == found[0] for each in found)
 
 
-def wait() -> None:
-    """Until all have come here."""
-    if count() > 1:
+def barrier() -> None:
+    """Wait until all processes have called this."""
+    if world_size() > 1:
         dist.barrier()
 
 
-def share(start: int, stop: int) -> slice:
-    """What this process takes of places in a row: every so many-th."""
-    return slice(start + rank(), stop, count())
+def local_slice(start: int, stop: int) -> slice:
+    """Return this process's part of ``range(start, stop)``: every ``world_size()``-th index."""
+    return slice(start + rank(), stop, world_size())
 
 
-def average(gradients: Sequence[Tensor], totals: Tensor) -> Tensor:
-    """Make gradients of means over shares the gradient of the mean over the batch, in place and on all alike.
+def average_gradients(gradients: Sequence[Tensor], totals: Tensor) -> Tensor:
+    """Replace gradients of the mean loss of each process's examples by the gradient of the mean over the whole batch.
+
+    Works in place, and gives all processes the same bits.
 
     Args:
-        gradients: of this process's mean loss.
-        totals: numbers of its share to sum, the last of them how many examples it has.
+        gradients: the gradients of this process's mean loss.
+        totals: numbers to sum over the processes; the last one is this process's number of examples.
 
     Returns:
-        the totals of all shares.
+        the sums of ``totals`` over all processes.
     """
-    weighed = torch._foreach_mul(list(gradients), totals[-1].float())
-    flat = torch.cat([*(each.flatten() for each in weighed), totals.float()])
+    weighted = torch._foreach_mul(list(gradients), totals[-1].float())
+    flat = torch.cat([*(gradient.flatten() for gradient in weighted), totals.float()])
     dist.all_reduce(flat)
-    rest = len(flat) - len(totals)
-    pieces = torch.split(flat[:rest] / flat[-1], [each.numel() for each in gradients])
+    size = len(flat) - len(totals)
+    pieces = torch.split(flat[:size] / flat[-1], [gradient.numel() for gradient in gradients])
     torch._foreach_copy_(list(gradients), [new.view(old.shape) for new, old in zip(pieces, gradients, strict=True)])
-    return flat[rest:].to(totals.dtype)
+    return flat[size:].to(totals.dtype)
 
 
-def add_up(totals: Tensor) -> Tensor:
-    """The sum of what each process has, on all alike."""
-    if count() > 1:
+def all_sum(totals: Tensor) -> Tensor:
+    """Sum a tensor over all processes, in place, and return it."""
+    if world_size() > 1:
         dist.all_reduce(totals)
     return totals
 
 
-def take_firsts(tensors: Sequence[Tensor]) -> None:
-    """Have what the first process has."""
-    if count() > 1:
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Overwrite tensors with those of the first process."""
+    if world_size() > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0)

@@ -1,4 +1,4 @@
-"""How runs get on: bars in a terminal, lines in a log, TensorBoard's files beside the records."""
+"""Progress of runs: bars in a terminal, lines in a log, and TensorBoard files beside the records."""
 
 import math
 import time
@@ -25,19 +25,19 @@ from torch.utils.tensorboard import SummaryWriter
 from nero_lab.loops.training import Training
 from nero_lab.protocol import Settings, Task
 
-#: Seconds between two lines, where the output is a file or a pipe.
-QUIET = 15.0
-#: Seconds between two looks at the epoch under way.
-GLANCE = 0.5
+#: Time between two lines, if the output is a file or a pipe.
+LOG_EVERY_S = 15.0
+#: Time between two updates of the bars within an epoch.
+REFRESH_EVERY_S = 0.5
 
 
 class Display:
-    """Shows training as it goes and writes TensorBoard's files.
+    """Observer that shows the progress of runs and writes TensorBoard files.
 
     Args:
-        console: where to.
-        out: the folder of the records; TensorBoard has one of its own in it.
-        device: on which there will be training.
+        console: the console to print to.
+        out: the folder of the records; TensorBoard files go to its subfolder ``tensorboard``.
+        device: the device of the training.
     """
 
     def __init__(self, console: Console, out: Path, device: torch.device) -> None:
@@ -54,8 +54,8 @@ class Display:
         )
         self._bars: dict[Settings, TaskID] = {}
         self._writers: dict[Settings, SummaryWriter] = {}
-        self._written: dict[Settings, int] = {}  # of how many epochs
-        self._said = self._shown = time.monotonic()
+        self._epochs_written: dict[Settings, int] = {}
+        self._logged_at = self._refreshed_at = time.monotonic()
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -66,147 +66,152 @@ class Display:
     ) -> None:
         self.progress.stop()
         for settings in list(self._writers):
-            self._tensorboard(settings, None)
+            self._close_writer(settings)
 
     def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
         left = len(runs) - len(done)
         text = f"{task.name}: {left} {'run' if left == 1 else 'runs'} to do on {self.device}"
         if done:
-            made = sorted({f"{record.get('device')}, {str(record.get('finished'))[:10]}" for record in done})
-            text += f", {len(done)} done before ({'; '.join(made)})"
+            origins = sorted({f"{record.get('device')}, {str(record.get('finished'))[:10]}" for record in done})
+            text += f", {len(done)} done before ({'; '.join(origins)})"
         self.console.print(text)
         seconds = task.seconds[0 if self.device.type == "cuda" else 1]
         if left and seconds is not None and all(settings.epochs == task.epochs for settings in runs):
-            which = "an NVIDIA H200" if self.device.type == "cuda" else "two cores"
-            self.console.print(f"one alone takes about {duration(seconds)} on {which}")
-        for tool, what in task.tools.items():
+            machine = "an NVIDIA H200" if self.device.type == "cuda" else "two cores"
+            self.console.print(f"one run alone takes about {duration(seconds)} on {machine}")
+        for tool, result in task.tools.items():
             if left and find_spec(tool) is None:
-                self.console.print(f"without {tool} there will be no {what}: for it, pip install 'nero-optim[paper]'")
+                self.console.print(f"no {result} without {tool}: install with pip install 'nero-optim[lab]'")
 
     def begun(self, training: Training) -> None:
         task, settings = training.task, training.settings
-        name = task.name_of(settings)
-        self._tensorboard(settings, self.out / "tensorboard" / task.name / name, again=training.steps_done > 0)
-        self._written[settings] = 0
-        self._write_epochs(training)  # again, if it goes on: it may have been broken off before they were all told
+        name = task.run_name(settings)
+        self._open_writer(settings, self.out / "tensorboard" / task.name / name, purge=training.steps_done > 0)
+        self._epochs_written[settings] = 0
+        self._write_epochs(training)  # a resumed run may have ended before all its epochs were written
         self._bars[settings] = self.progress.add_task(
             name, total=settings.epochs * training.steps_an_epoch, completed=training.steps_done, metric=""
         )
-        training.tell = partial(self._tell, self._bars[settings], name)
+        training.tell = partial(self._show_work, self._bars[settings], name)
         if training.steps_done:
-            self.console.print(f"{name}: goes on from epoch {training.epoch}, step {training.step}")
+            self.console.print(f"{name}: continues from epoch {training.epoch}, step {training.step}")
 
     def stepped(self, training: Training) -> None:
         now = time.monotonic()
-        fresh = training.known > self._written[training.settings]
-        if fresh:
-            if not self._written[training.settings] and (remark := training.remark()):
-                self.console.print(f"{training.task.name_of(training.settings)}: {remark}")
+        is_new_epoch = training.known > self._epochs_written[training.settings]
+        if is_new_epoch:
+            if not self._epochs_written[training.settings] and (remark := training.remark()):
+                self.console.print(f"{training.task.run_name(training.settings)}: {remark}")
             self._write_epochs(training)
-        elif now - self._shown < GLANCE:
+        elif now - self._refreshed_at < REFRESH_EVERY_S:
             return
-        self._shown = now
-        if fresh or training.device.type != "cpu":  # to look into an epoch under way, a GPU would have to be waited for
-            metric = _last(training) if training.known else ""
-        else:
-            so_far = _told(training.task, training.so_far())
-            metric = f"{so_far} so far" if so_far else ""
-        metric = ", ".join(filter(None, (metric, training.pace())))
+        self._refreshed_at = now
+        metric = ", ".join(filter(None, (self._current_metrics(training, is_new_epoch), training.pace())))
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
-        if not self.console.is_terminal and now - self._said > QUIET:
-            self._said = now
+        if not self.console.is_terminal and now - self._logged_at > LOG_EVERY_S:
+            self._logged_at = now
             share = training.steps_done / (training.settings.epochs * training.steps_an_epoch)
             took, left = duration(training.seconds), duration(training.seconds * (1 / share - 1))
-            told = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
-            self.console.print(f"{training.task.name_of(training.settings)}: {', '.join(told)}")
+            parts = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
+            self.console.print(f"{training.task.run_name(training.settings)}: {', '.join(parts)}")
 
     def ended(self, training: Training) -> None:
-        name = training.task.name_of(training.settings)
+        name = training.task.run_name(training.settings)
         self.progress.remove_task(self._bars.pop(training.settings))
-        self._tensorboard(training.settings, None)
+        self._close_writer(training.settings)
         self.console.print(
-            f"{name}: {_last(training)} after {training.epoch} {'epoch' if training.epoch == 1 else 'epochs'}, "
-            f"{duration(training.seconds)}; "
-            f"record in {self.out / training.task.name / name}.json"
+            f"{name}: {_last_metrics(training)} after {training.epoch} {'epoch' if training.epoch == 1 else 'epochs'}, "
+            f"{duration(training.seconds)}; record in {self.out / training.task.name / name}.json"
         )
 
     def stopping(self) -> None:
-        self.console.print("stopping after this step, to keep what is done; interrupt again to stop at once")
+        self.console.print("stopping after this step to save the runs; interrupt again to stop at once")
 
-    def _tell(self, bar: TaskID, name: str, what: str, share: float = 0.0) -> None:
-        what += f", {share:.0%}" if share else ""
-        self.progress.update(bar, metric=what)
-        if self.console.is_terminal or self.device.type != "cpu":  # a GPU is done before the line is read
+    def _current_metrics(self, training: Training, is_new_epoch: bool) -> str:
+        # reading the epoch under way would make the host wait for a GPU
+        if is_new_epoch or training.device.type != "cpu":
+            return _last_metrics(training) if training.known else ""
+        so_far = format_metrics(training.task, training.so_far())
+        return f"{so_far} so far" if so_far else ""
+
+    def _show_work(self, bar: TaskID, name: str, work: str, share: float = 0.0) -> None:
+        """Show lengthy work other than steps, such as an evaluation."""
+        work += f", {share:.0%}" if share else ""
+        self.progress.update(bar, metric=work)
+        if self.console.is_terminal or self.device.type != "cpu":  # too short for a log line on a GPU
             return
-        if not share or time.monotonic() - self._said > QUIET:
-            self._said = time.monotonic()
-            self.console.print(f"{name}: {what}")
+        if not share or time.monotonic() - self._logged_at > LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            self.console.print(f"{name}: {work}")
 
     def _write_epochs(self, training: Training) -> None:
-        """Those that are known and not yet told."""
-        writer, told = self._writers.get(training.settings), self._written[training.settings]
-        self._written[training.settings] = training.known
+        """Write the numbers of new epochs to TensorBoard's file."""
+        writer, written = self._writers.get(training.settings), self._epochs_written[training.settings]
+        self._epochs_written[training.settings] = training.known
         try:
-            for epoch in range(told, training.known):
+            for epoch in range(written, training.known):
                 for name, values in training.curve.items():
                     if writer is not None and (value := values[epoch]) is not None:
                         writer.add_scalar(name.replace("_", "/"), value, epoch + 1)
         except OSError as error:
-            self._without_tensorboard(training.settings, error)
+            self._drop_writer(training.settings, error)
 
-    def _tensorboard(self, settings: Settings, folder: Path | None, *, again: bool = False) -> None:
-        """Open a run's file in a folder, or close it. A run does not end for want of it."""
+    def _open_writer(self, settings: Settings, folder: Path, *, purge: bool) -> None:
         try:
-            if folder is not None:
-                self._writers[settings] = SummaryWriter(str(folder), purge_step=1 if again else None)
-            elif settings in self._writers:
+            self._writers[settings] = SummaryWriter(str(folder), purge_step=1 if purge else None)
+        except OSError as error:
+            self._drop_writer(settings, error)
+
+    def _close_writer(self, settings: Settings) -> None:
+        try:
+            if settings in self._writers:
                 self._writers.pop(settings).close()
         except OSError as error:
-            self._without_tensorboard(settings, error)
+            self._drop_writer(settings, error)
 
-    def _without_tensorboard(self, settings: Settings, error: OSError) -> None:
+    def _drop_writer(self, settings: Settings, error: OSError) -> None:
+        """Continue a run without TensorBoard."""
         self._writers.pop(settings, None)
-        self.console.print(f"TensorBoard's file cannot be written ({error.strerror}): going on without it")
+        self.console.print(f"cannot write TensorBoard's file ({error.strerror}): the run continues without it")
 
 
-class Silence:
-    """Shows and writes nothing: for all but the first of the processes that train one network together."""
+class NullObserver:
+    """Observer that does nothing, for all processes but the first that train one network together."""
 
     def plan(self, *_: object) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     begun = stepped = ended = stopping = plan
 
 
 def duration(seconds: float) -> str:
-    """For people."""
+    """Format a duration for people, such as "3 min"."""
     for size, unit in ((86_400, "days"), (3_600, "h"), (60, "min")):
         if seconds >= 1.95 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 
-def _last(training: Training) -> str:
-    """The numbers of the last epoch."""
-    return _told(training.task, {name: values[-1] for name, values in training.curve.items()})
-
-
-def _told(task: Task, numbers: Mapping[str, float | None]) -> str:
-    """As people speak of them: perplexity where the loss counts, else accuracy, else all that there are."""
+def format_metrics(task: Task, numbers: Mapping[str, float | None]) -> str:
+    """Format the numbers of an epoch: perplexities, accuracies, or all of them, according to the task's metric."""
     if task.metric.endswith("loss"):
-        return _joined({name: _perplexity(value) for name, value in numbers.items() if name.endswith("_loss")})
+        return _by_part({name: _perplexity(value) for name, value in numbers.items() if name.endswith("_loss")})
     if task.metric.endswith("accuracy"):
-        return _joined({name: f"{value:.2%}" for name, value in numbers.items() if name.endswith("_accuracy")})
+        return _by_part({name: f"{value:.2%}" for name, value in numbers.items() if name.endswith("_accuracy")})
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if value is not None)
 
 
-def _joined(told: dict[str, str]) -> str:
-    """The values with the parts of the data that they are of."""
-    return ", ".join(f"{name.rpartition('_')[0]} {value}" for name, value in told.items())
+def _last_metrics(training: Training) -> str:
+    return format_metrics(training.task, {name: values[-1] for name, values in training.curve.items()})
+
+
+def _by_part(texts: dict[str, str]) -> str:
+    """Join texts such as {"train_loss": "perplexity 9"} to "train perplexity 9"."""
+    return ", ".join(f"{name.rpartition('_')[0]} {text}" for name, text in texts.items())
 
 
 def _perplexity(loss: float | None) -> str:
-    if loss is None or not loss < 700:
+    if loss is None or not loss < 700:  # exp(710) overflows
         return "diverged"
     perplexity = math.exp(loss)
     return f"perplexity {perplexity:.2f}" if perplexity < 1e5 else f"perplexity {perplexity:.3g}"

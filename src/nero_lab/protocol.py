@@ -1,4 +1,4 @@
-"""The words of an experiment: a task, its contenders, and the settings of one run."""
+"""Definition of an experiment: a task, its contenders, and the settings of one run."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 Precision: TypeAlias = Literal["float32", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32")
-#: The factor of the learning rate at a step, of so many an epoch.
+#: Factor of the learning rate, from the index of the step and the number of steps per epoch.
 Schedule: TypeAlias = Callable[[int, int], float]
-#: New pixels for an epoch, from pixels and the run's own generator.
+#: Augmented pixels for an epoch, from the pixels and the run's own generator.
 Augment: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class SettingError(ValueError):
-    """A setting that cannot be; the text says what can."""
+    """An impossible setting; the message names the possible ones."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Contender:
     Args:
         optimiser: its name in :mod:`nero_lab.baselines`.
         best: the best learning rate that the paper reports.
-        options: what it is made with besides the learning rate.
-        model: the network, where it is not the task's.
+        options: the optimiser's arguments besides the learning rate.
+        model: a factory for the network, if it differs from the task's.
     """
 
     optimiser: str
@@ -42,28 +42,30 @@ class Task:
     """One experiment of the paper.
 
     Args:
-        name: as typed on the command line.
+        name: the name on the command line.
         shows: the figure or table of the paper.
-        title: the claim, in a line.
+        title: the claim, in one line.
         dataset: the name of the data set.
-        model: makes the network, on the CPU, from torch's generator; told what the data's ``sizes`` say, if anything.
-        contenders: by name.
-        grid: the learning rates searched.
-        epochs, batch: how long, and how many examples a step.
+        model: a factory for the network, on the CPU and from torch's global generator. It gets the data set's
+            ``sizes`` as keyword arguments.
+        contenders: the optimisers, by name.
+        grid: the learning rates to search.
+        epochs: the number of epochs of the schedule.
+        batch: the number of examples per step.
         schedule: the factor of the learning rate at each step.
-        metric: what decides which rate is best, of the last epoch: the highest accuracy or reward, or the lowest loss
-            or distance.
-        augment: what is done to the training images in each epoch.
-        seconds: what a run alone takes, in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1; None: not
-            timed yet.
-        side_by_side: how many runs one such GPU does well at a time.
-        smoothing: how much of each label is shared out among all, to train on.
-        summed: train on the sum of a batch's losses, and not on their mean.
-        verdict: what else there is to say of a trained network, from it and its data.
-        tools: packages that a run can do without, each with what is then missing from its record.
-        several: whether several processes may train one network together, each on its share of every batch.
-        loop: what trains, a :class:`nero_lab.loops.training.Training` made with task, settings, data and the state
-            of a checkpoint or None; without, the one of all supervised tasks.
+        metric: the curve whose last value selects the best learning rate. Accuracy and reward count as better when
+            higher, loss and distance when lower.
+        augment: the augmentation of the training images, applied once per epoch.
+        seconds: the duration of a single run in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1, or None
+            where it was not measured.
+        side_by_side: the number of runs that an H200 trains at a time.
+        smoothing: the label smoothing of the training loss.
+        summed: train on the sum of a batch's losses instead of their mean.
+        verdict: computes further numbers of the record, from the trained network and its data.
+        tools: optional packages, each with the part of the record that is missing without it.
+        several: allow several processes to train one network, each on its part of every batch.
+        loop: makes the :class:`nero_lab.loops.training.Training` of a run from the task, the settings, the data, and
+            the state of a checkpoint or None. Without it, the supervised loop trains.
     """
 
     name: str
@@ -95,26 +97,28 @@ class Task:
         epochs: int | None = None,
         precision: str = "float32",
     ) -> "Settings":
-        """The settings of a run, checked; what is not given is the paper's."""
+        """Return the checked settings of a run. Omitted values are the paper's.
+
+        Raises:
+            SettingError: if a value is impossible for this task.
+        """
         if contender not in self.contenders:
             raise SettingError(f"{self.name} has no optimiser {contender!r}: take one of {', '.join(self.contenders)}")
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
         if not 0 <= lr <= torch.finfo(torch.float32).max:
-            raise SettingError(f"the learning rate must be finite and not negative, like 0.01, but it is {lr}")
+            raise SettingError(f"the learning rate must be finite and not negative, such as 0.01, got {lr}")
         if not 0 <= seed < 2**31:
-            raise SettingError(f"the seed must be from 0 to 2^31 - 1, but it is {seed}")
+            raise SettingError(f"the seed must be in [0, 2^31), got {seed}")
         if not 1 <= epochs <= self.epochs:
-            raise SettingError(
-                f"{self.name} runs for 1 to {self.epochs} epochs (its schedule ends there), not {epochs}"
-            )
+            raise SettingError(f"{self.name} has a schedule of 1 to {self.epochs} epochs, got {epochs}")
         for known in PRECISIONS:
             if precision == known:
                 return Settings(self.name, contender, lr, seed, epochs, known)
-        raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, but it is {precision!r}")
+        raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
 
-    def name_of(self, settings: "Settings") -> str:
-        """A name for a run's files: what the paper ran is short, what departs from it is said."""
+    def run_name(self, settings: "Settings") -> str:
+        """Return the file name of a run. It is short for the paper's settings, and names every departure from them."""
         name = f"{settings.optimiser}-lr{settings.lr}-seed{settings.seed}"
         name += f"-epochs{settings.epochs}" if settings.epochs != self.epochs else ""
         name += f"-{settings.data}" if settings.data is not None else ""
@@ -123,10 +127,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a run's result depends on, but for the machine.
+    """The settings that determine a run's result, apart from the machine.
 
     Attributes:
-        data: the name of the stand-in, where a run is not on the task's own data set.
+        data: the name of the stand-in data set, or None for the task's own.
     """
 
     task: str
@@ -139,29 +143,32 @@ class Settings:
 
 
 def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
-    """The rate whose run ended best, among runs of one contender; of equals the paper's, or else the smallest."""
+    """Return the learning rate with the best last epoch among the records of one contender.
 
-    def worth(record: dict[str, Any]) -> tuple[float, bool, float]:
+    A tie goes to the paper's learning rate, or else to the smallest. A diverged run is the worst.
+    """
+
+    def rank(record: dict[str, Any]) -> tuple[float, bool, float]:
         last = record["curve"][task.metric][-1]
         last = -last if last is not None and task.metric.endswith(("loss", "distance")) else last
-        papers = record["lr"] == task.contenders[record["optimiser"]].best
-        return (-math.inf if last is None else last, papers, -record["lr"])
+        is_papers = record["lr"] == task.contenders[record["optimiser"]].best
+        return (-math.inf if last is None else last, is_papers, -record["lr"])
 
-    return float(max(records, key=worth)["lr"])
+    return float(max(records, key=rank)["lr"])
 
 
 def decay_each_epoch(factor: float) -> Schedule:
-    """The rate times the factor after each epoch."""
+    """Multiply the learning rate by the factor after each epoch."""
     return lambda step, steps_an_epoch: factor ** (step // steps_an_epoch)
 
 
 def constant(step: int, steps_an_epoch: int) -> float:  # noqa: ARG001
-    """The rate as it is."""
+    """Keep the learning rate constant."""
     return 1.0
 
 
 def warm_up_then_drop(warm_up: int, factor: float, at: tuple[int, ...]) -> Schedule:
-    """A rate that rises linearly, step by step, over the first epochs, and is multiplied by the factor at others."""
+    """Raise the learning rate linearly over the first epochs, and multiply it by the factor at the epochs in ``at``."""
 
     def schedule(step: int, steps_an_epoch: int) -> float:
         rising = (step + 1) / (warm_up * steps_an_epoch)
@@ -171,12 +178,12 @@ def warm_up_then_drop(warm_up: int, factor: float, at: tuple[int, ...]) -> Sched
 
 
 def drop(factor: float, at: tuple[int, ...]) -> Schedule:
-    """A rate that is multiplied by the factor at some epochs."""
+    """Multiply the learning rate by the factor at the epochs in ``at``."""
     return lambda step, steps_an_epoch: factor ** sum(step >= epoch * steps_an_epoch for epoch in at)
 
 
 def rise_and_fall(top: int, end: int) -> Schedule:
-    """A rate that changes once an epoch: it rises linearly to its peak in the top-th, and falls to zero in the last."""
+    """Raise the learning rate linearly up to epoch ``top``, and lower it to zero in epoch ``end``, once per epoch."""
 
     def schedule(step: int, steps_an_epoch: int) -> float:
         epoch = 1 + step // steps_an_epoch
@@ -186,7 +193,7 @@ def rise_and_fall(top: int, end: int) -> Schedule:
 
 
 def warm_up_then_cosine(warm_up: int, end: int) -> Schedule:
-    """A rate that rises linearly, step by step, over the first epochs, and falls to zero at the end as a cosine."""
+    """Raise the learning rate linearly over the first epochs, and lower it to zero at epoch ``end`` along a cosine."""
 
     def schedule(step: int, steps_an_epoch: int) -> float:
         rising = warm_up * steps_an_epoch

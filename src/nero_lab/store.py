@@ -1,268 +1,261 @@
-"""What a run leaves: one JSON line when it is done, a checkpoint until then. Whole, or not at all."""
+"""Files of a run: a checkpoint while it trains, and one JSON record when it is done."""
 
-import errno
 import json
 import os
-import platform
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 import nero
-from nero_lab.loops.training import Training, fault_of, on_cpu
+from nero_lab import atomic
+from nero_lab.loops.training import Training, on_cpu
 from nero_lab.protocol import Settings, Task
+from nero_lab.provenance import commit, device_name, versions
 
-#: Seconds after which a half-written file is nobody's any more.
-STALE = 3600.0
-#: What to do with a checkpoint that nothing can go on from.
-AGAIN = "delete it to begin this run again"
+#: Age at which a partly written file counts as abandoned.
+STALE_AFTER_S = 3600.0
+#: Remedy for a checkpoint that cannot be used.
+DELETE_IT = "delete it to start this run again"
 
 
 class StoreError(RuntimeError):
-    """A folder or file that cannot be used; the text says what to do."""
+    """A folder or file that cannot be used; the message says what to do."""
 
 
 class Store:
-    """The folder of ``--out``: ``TASK/RUN.json`` is a record, ``TASK/RUN.checkpoint`` a run under way.
+    """The folder of ``--out``: ``TASK/RUN.json`` is a record, ``TASK/RUN.checkpoint`` an unfinished run.
 
     Args:
         root: the folder.
-        weights: whether a run that is done leaves its network's ``state_dict`` as ``TASK/RUN.pt``.
+        weights: keep the ``state_dict`` of every finished network as ``TASK/RUN.pt``.
     """
 
     def __init__(self, root: Path, *, weights: bool = False) -> None:
         self.root, self.weights = root, weights
-        self.commit = commit()  # now: it may change while runs are under way
+        self.commit = commit()  # read once: the source tree may change during the runs
         self._commits: dict[Settings, list[str | None]] = {}
 
     def check(self, task: Task, bytes_needed: int) -> None:
-        """Raise now if the folder, which is made when there is something to keep, could not hold the work's results."""
+        """Check that the folder can hold the results, and remove abandoned files. Does not create the folder.
+
+        Raises:
+            StoreError: if the folder is not writable or the disk has too little room.
+        """
         folder = self.root / task.name
-        # where it is or will be made; a link to nowhere is in the way, and so counts
-        place = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+        # lexists: a broken symbolic link blocks the folder, and must fail here
+        existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
         try:
-            tempfile.TemporaryFile(dir=place).close()
-            free = shutil.disk_usage(place).free
+            tempfile.TemporaryFile(dir=existing).close()
+            free = shutil.disk_usage(existing).free
         except OSError as error:
-            raise StoreError(f"cannot write into {folder}: {error.strerror}; name another folder by --out") from error
-        for part in folder.glob("*.part"):  # what a killed process left half written
-            with suppress(OSError):  # another process, which lives, has done with it, or it is another user's
-                if part.stat().st_mtime < time.time() - STALE:
+            raise StoreError(f"cannot write into {folder}: {error.strerror}; choose another folder by --out") from error
+        for part in folder.glob(f"*{atomic.PART_SUFFIX}"):
+            with suppress(OSError):  # already renamed by a live process, or owned by another user
+                if part.stat().st_mtime < time.time() - STALE_AFTER_S:
                     part.unlink()
         if free < bytes_needed:
             raise StoreError(
-                f"{self.root} has {free / 1e6:,.0f} MB free, and checkpoints need {bytes_needed / 1e6:,.0f} MB: "
-                "make room, or name another folder by --out"
+                f"checkpoints need {bytes_needed / 1e6:,.0f} MB, but {self.root} has {free / 1e6:,.0f} MB free: "
+                "make room, or choose another folder by --out"
             )
 
     def path(self, task: Task, settings: Settings, suffix: str) -> Path:
-        """The file of a run."""
-        return self.root / task.name / (task.name_of(settings) + suffix)
+        """Return the path of a run's file."""
+        return self.root / task.name / (task.run_name(settings) + suffix)
 
     def record(self, task: Task, settings: Settings) -> dict[str, Any] | None:
-        """What a finished run left, if it is there."""
+        """Return the record of a finished run, or None if there is none.
+
+        Raises:
+            StoreError: if the file is damaged, belongs to another run, or lacks weights that this store keeps.
+        """
         path = self.path(task, settings, ".json")
         if not path.exists():
             return None
-        record = _read(path)
+        record = _parse_record(_read(path), str(path))
         wanted = {**asdict(settings), "batch": task.batch, "options": _options(task, settings)}
         if differing := [key for key, value in wanted.items() if record.get(key) != value]:
+            key = differing[0]
+            raise StoreError(f"{path} is the record of another run with {key} {record.get(key)!r}: move it away")
+        if (count := len(record["curve"].get(task.metric, ()))) != settings.epochs:
             raise StoreError(
-                f"{path} is of another run: its {differing[0]} is {record.get(differing[0])!r}; move it away"
+                f"{path} has {count} values of {task.metric} for {settings.epochs} epochs: "
+                "move it away to make the run again"
             )
-        curve = record["curve"]
-        if fault := fault_of(curve, settings.epochs) if task.metric in curve else f"no {task.metric}":
-            raise StoreError(f"{path} has {fault}: move it away, and the run is made again")
         if self.weights and not self.path(task, settings, ".pt").exists():
-            raise StoreError(f"{path} is of a run whose weights were not kept: move it away to train again")
+            raise StoreError(f"{path} is the record of a run without saved weights: move it away to train again")
         return record
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
-        """Where an unfinished run stands, if it left word."""
-        state = self.look(task, settings, device)
-        before = [] if state is None else state["commits"]
+        """Return the state of an unfinished run, or None for a new run. Notes the commit that trains from here on."""
+        state = self.checkpoint(task, settings, device)
+        before = [] if state is None else state.get("commits", [])
         self._commits[settings] = list(dict.fromkeys([*before, self.commit]))
         return state
 
-    def look(
-        self, task: Task, settings: Settings, device: torch.device, *, whole: bool = True
+    def checkpoint(
+        self, task: Task, settings: Settings, device: torch.device, *, mmap: bool = False
     ) -> dict[str, Any] | None:
-        """An unfinished run's checkpoint, if there is one; if not whole, its tensors stay on the disk."""
+        """Read the checkpoint of an unfinished run. Return None if there is none.
+
+        Args:
+            task: the task of the run.
+            settings: the settings of the run.
+            device: the device to continue on.
+            mmap: leave the tensors on the disk, for a quick check.
+
+        Raises:
+            StoreError: if the file is damaged or belongs to another run.
+        """
         path = self.path(task, settings, ".checkpoint")
         if not path.exists():
             return None
         try:
-            state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=not whole))
+            state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+            found = dict(state["run"])
+        except KeyError:
+            raise misfit(path, "lacks 'run'") from None
         except Exception as error:
-            raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {AGAIN}") from error
-        for key, kind in (("run", dict), ("commits", list)):
-            if not isinstance(state.get(key), kind):
-                raise unfit(path, f"lacks {key!r}")
-        if strange := [each for each in state["commits"] if each is not None and not isinstance(each, str)]:
-            raise unfit(path, f"has {strange[0]!r} among its commits")
-        found, wanted = state["run"], _identity(task, settings, device)
-        if lacking := wanted.keys() - found.keys():
-            raise unfit(path, f"lacks {min(lacking)!r} of its run")
-        if differing := [key for key in found if key not in wanted or found[key] != wanted[key]]:
+            raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {DELETE_IT}") from error
+        wanted = _identity(task, settings, device)
+        if differing := [key for key in wanted | found if found.get(key) != wanted.get(key)]:
+            key = differing[0]
             raise StoreError(
-                f"{path} is of another run: {differing[0]} was {found.get(differing[0])!r}, "
-                f"and is {wanted.get(differing[0])!r} now; {AGAIN}"
+                f"{path} is the checkpoint of another run, with {key} {found.get(key)!r} "
+                f"instead of {wanted.get(key)!r}: {DELETE_IT}"
             )
         return state
 
     def save(self, training: Training) -> None:
-        """Keep where a run stands."""
+        """Write a checkpoint."""
         identity = _identity(training.task, training.settings, training.device)
         state = {"run": identity, "commits": self._commits.get(training.settings, []), **training.state()}
-        write_whole(self.path(training.task, training.settings, ".checkpoint"), lambda file: torch.save(state, file))
+        path = self.path(training.task, training.settings, ".checkpoint")
+        write_atomically(path, lambda file: torch.save(state, file))
 
-    def keep(self, training: Training) -> None:
-        """Write the files that a run has made by now beside its record."""
+    def write_files(self, training: Training) -> None:
+        """Write the files that a run has produced so far, such as pictures, beside its record."""
         for suffix, content in list(training.files.items()):
             write_bytes(self.path(training.task, training.settings, suffix), content)
             del training.files[suffix]
 
-    def told(self, training: Training) -> dict[str, Any]:
-        """The record of a finished run."""
+    def make_record(self, training: Training) -> dict[str, Any]:
+        """Return the record of a finished run.
+
+        ``side_by_side`` is the largest number of runs that this process trained at a time. It does not count runs that
+        other processes trained on the same GPU; they slow each other down as well, so compare ``seconds`` with care.
+        """
         commits = self._commits.get(training.settings, [self.commit])
         return {
             **asdict(training.settings),
             "batch": training.task.batch,
             "options": _options(training.task, training.settings),
-            "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
+            "curve": {name: [_rounded(value) for value in values] for name, values in training.curve.items()},
             **training.verdict(),
-            "commit": ", ".join(each for each in commits if each) or None,
+            "commit": ", ".join(name for name in commits if name) or None,
             "resumed": training.resumed,
             "versions": versions(),
-            "device": name_of(training.device),
-            "side_by_side": training.beside,
+            "device": device_name(training.device),
+            "side_by_side": training.side_by_side,
             "seconds": round(training.seconds, 1),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
     def finish(self, training: Training) -> dict[str, Any]:
-        """Keep the record of a finished run, and let its checkpoint go."""
-        record = self.told(training)
-        self.keep(training)  # its verdict may have made some
+        """Write the record of a finished run, delete its checkpoint, and return the record."""
+        record = self.make_record(training)
+        self.write_files(training)  # after make_record, whose verdict may add files
         if self.weights:
             weights = on_cpu(dict(training.network.state_dict()))
-            write_whole(self.path(training.task, training.settings, ".pt"), lambda file: torch.save(weights, file))
+            path = self.path(training.task, training.settings, ".pt")
+            write_atomically(path, lambda file: torch.save(weights, file))
         line = json.dumps(record, allow_nan=False) + "\n"
         write_bytes(self.path(training.task, training.settings, ".json"), line.encode())
         checkpoint = self.path(training.task, training.settings, ".checkpoint")
-        for left in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*.part")):
-            left.unlink(missing_ok=True)
+        for path in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*{atomic.PART_SUFFIX}")):
+            path.unlink(missing_ok=True)
         return record
 
 
-class Onlooker(Store):
-    """The same folder, for all but the first of the processes that train one network together: nothing is written."""
+class ReadOnlyStore(Store):
+    """A store that writes nothing, for all processes but the first that train one network together."""
 
     def check(self, task: Task, bytes_needed: int) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def save(self, training: Training) -> None:
-        """The first does."""
+        """Do nothing."""
 
-    def keep(self, training: Training) -> None:
-        """The first does."""
+    def write_files(self, training: Training) -> None:
+        """Discard the files."""
         training.files.clear()
 
     def finish(self, training: Training) -> dict[str, Any]:
-        """The record, which the first keeps."""
-        return self.told(training)
+        """Return the record, and leave the writing to the first process."""
+        return self.make_record(training)
 
 
-def unfit(checkpoint: Path, what: str) -> StoreError:
-    """The error of a checkpoint that lacks something, or has what does not fit."""
-    return StoreError(f"{checkpoint} {what}, as of another version of the code: {AGAIN}")
+def misfit(checkpoint: Path, what: str) -> StoreError:
+    """Return the error for a checkpoint that does not fit this version of the code."""
+    return StoreError(f"{checkpoint} {what}, perhaps from another version of nero: {DELETE_IT}")
 
 
 def read_records(root: Path) -> list[dict[str, Any]]:
-    """All records under a folder, by name of task and run, each with its path."""
+    """Read all records of a folder, and add the ``path`` of each.
+
+    Args:
+        root: a folder with ``TASK/RUN.json`` files of one run each, ``NAME.jsonl`` files with one run a line, or both.
+            Deeper folders are not read.
+
+    Returns:
+        the records, sorted by file name, single runs first.
+    """
     if not root.is_dir():
-        raise StoreError(f"there is no folder {root}: name by --records the --out of `nero run` or `nero sweep`")
-    return [{**_read(path), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
+        raise StoreError(f"there is no folder {root}: give --records the --out of `nero run` or `nero sweep`")
+    sources = [(str(path), _read(path)) for path in sorted(root.glob("*/*.json"))]
+    for path in sorted(root.glob("*.jsonl")):
+        lines = enumerate(_read(path).splitlines(), 1)
+        sources += [(f"{path}:{number}", line) for number, line in lines if line.strip()]
+    return [{**_parse_record(text, source), "path": source} for source, text in sources]
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file under another name and rename it when all of it is on the disk."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        # torch.save reports a full disk as a RuntimeError of its own, and an interrupt too
-        if isinstance(error.__context__, KeyboardInterrupt):
-            raise KeyboardInterrupt(*error.__context__.args) from None
-        if isinstance(error, OSError | RuntimeError):
-            hidden = not isinstance(error, OSError) and isinstance(error.__context__, OSError)
-            found = error.__context__ if hidden else error
-            full = getattr(found, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-            full = full or shutil.disk_usage(_existing(path)).free < 2**20
-            reason = "the disk is full: make room" if full else f"{found}: mend that"
-            raise StoreError(
-                f"cannot write {path}: {reason}, run the same command again, and it goes on from what was kept"
-            ) from error
-        raise
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Create or replace a file with what ``write`` writes, completely or not at all."""
+    remedy = "then run the same command again to continue"
+    with atomic.replacing(path, raises=StoreError, remedy=remedy) as part, part.open("wb") as file:
+        write(file)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Likewise, what is there already."""
-    write_whole(path, lambda file: file.write(content))
+    """Create or replace a file atomically with the given content."""
+    write_atomically(path, lambda file: file.write(content))
 
 
-def commit() -> str | None:
-    """The commit of the source tree this runs from, marked if files differ; None where that is not known.
-
-    A tree without its history, such as a copy on another machine, is told by the variable NERO_COMMIT.
-    """
-    if "NERO_COMMIT" in os.environ:
-        return os.environ["NERO_COMMIT"]
-    here = Path(__file__).resolve().parent
-    top = _git(here, "rev-parse", "--show-toplevel")
-    if top is None or Path(top) / "src/nero_lab" != here:
-        return None  # installed, perhaps into some other project's tree
-    return _git(here, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}; move it away, or fix its permissions") from error
 
 
-def versions() -> dict[str, str]:
-    """Of all that a result may depend on."""
-    found = {"python": platform.python_version(), "nero": nero.__version__, "torch": torch.__version__}
-    for name in ("triton", "numba", "ale-py"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
-
-
-def name_of(device: torch.device) -> str:
-    """A device's name: its maker's for a GPU, and of a CPU the model with the threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    with suppress(OSError, subprocess.CalledProcessError):
-        told = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
-        models = [line.partition(":")[2].strip() for line in told if line.startswith("Model name:")]
-        name = f"{models[0]}, {platform.machine()}" if models else name
-    return f"{name}, {torch.get_num_threads()} threads"
+def _parse_record(text: bytes, source: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+        if not isinstance(record, dict) or not {"task", "optimiser", "lr", "seed", "curve"} <= set(record):
+            raise ValueError("it lacks the fields of a run")
+        if not record["curve"] or not all(record["curve"].values()):
+            raise ValueError("its curve is incomplete")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise StoreError(f"{source} is not a record: {error}; move it away") from error
+    return record
 
 
 def _options(task: Task, settings: Settings) -> dict[str, Any]:
@@ -270,7 +263,7 @@ def _options(task: Task, settings: Settings) -> dict[str, Any]:
 
 
 def _identity(task: Task, settings: Settings, device: torch.device) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
+    """Return everything that must be unchanged for a run to continue."""
     return {
         **asdict(settings),
         "batch": task.batch,
@@ -280,29 +273,5 @@ def _identity(task: Task, settings: Settings, device: torch.device) -> dict[str,
     }
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text())
-        if not isinstance(record, dict) or not {"task", "optimiser", "lr", "seed", "curve"} <= set(record):
-            raise ValueError("it is JSON, but no record of a run")
-        if not record["curve"] or not all(record["curve"].values()):
-            raise ValueError("its curve is not whole")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise StoreError(f"{path} is not a record: {error}") from error
-    return record
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        found = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
-
-
-def _short(value: float | None) -> float | None:
+def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
-
-
-def _existing(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())

@@ -1,4 +1,4 @@
-"""Many runs: what is done is skipped, what was broken off goes on, and several share one GPU."""
+"""Training of many runs: skip finished ones, resume unfinished ones, and share one GPU among several."""
 
 import gc
 import signal
@@ -15,30 +15,31 @@ from nero_lab.data import Dataset
 from nero_lab.loops.supervised import Supervised
 from nero_lab.loops.training import StateError, Training
 from nero_lab.protocol import Precision, Settings, Task, best_rate
-from nero_lab.store import Store, unfit
+from nero_lab.store import Store, misfit
 
-#: Seconds between two rounds of checkpoints, or more where a round takes long: at most a twentieth of the time.
-PAUSE = 60.0
-SHARE = 20.0
+#: Shortest time between two rounds of checkpoints.
+CHECKPOINT_EVERY_S = 60.0
+#: Shortest time of training between two rounds of checkpoints, relative to the duration of a round.
+MIN_TRAIN_TO_SAVE_RATIO = 20.0
 
 
-class Watch(Protocol):
-    """Who wants to know how runs get on."""
+class RunObserver(Protocol):
+    """Observer of training runs."""
 
     def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
-        """These will be run; of some of them, these records are there already."""
+        """Handle the list of all runs, and the records of those that are already done."""
 
     def begun(self, training: Training) -> None:
-        """A run starts, or goes on."""
+        """Handle a run that starts or resumes."""
 
     def stepped(self, training: Training) -> None:
-        """It made a step; ``training.known`` says of how many epochs the numbers are there."""
+        """Handle a step. ``training.known`` is the number of epochs whose numbers are available."""
 
     def ended(self, training: Training) -> None:
-        """It is done and recorded."""
+        """Handle a run that is finished and recorded."""
 
     def stopping(self) -> None:
-        """The user wants to stop; runs are kept where they stand when the step under way is done."""
+        """Handle the user's request to stop. The runs are saved after the current step."""
 
 
 def train(
@@ -46,117 +47,133 @@ def train(
     runs: Sequence[Settings],
     data: Dataset,
     store: Store,
-    watch: Watch,
+    observer: RunObserver,
     side_by_side: int = 1,
     *,
     more: bool = False,
 ) -> list[dict[str, Any]]:
-    """Train all of the runs that are not done, so many at a time, and give the records of all.
+    """Train all runs that are not done, and return the records of all runs.
 
-    Killed at any moment, it goes on from the last checkpoints when it is called again; interrupted, from where it was.
+    A killed process resumes from its last checkpoints in the next call, an interrupted one from its last step.
 
     Args:
-        task: what to train on what.
-        runs: which.
+        task: the task of the runs.
+        runs: the settings of the runs.
         data: the task's data set, on the device to train on.
-        store: where records and checkpoints are.
-        watch: told of all.
-        side_by_side: how many at a time.
-        more: whether other runs are to follow these, so that an interrupt counts even if it comes when all are done.
+        store: the folder of records and checkpoints.
+        observer: called as the runs proceed.
+        side_by_side: how many runs to train at a time.
+        more: more runs follow after these, so that an interrupt also counts when these are all done.
 
     Raises:
         KeyboardInterrupt: interrupted, with the number of the signal.
     """
     runs = list(dict.fromkeys(runs))
     done = {settings: record for settings in runs if (record := store.record(task, settings)) is not None}
-    watch.plan(task, runs, list(done.values()))
+    observer.plan(task, runs, list(done.values()))
     waiting = deque(settings for settings in runs if settings not in done)
-    for settings in waiting:  # a bad one is better met now than hours later
-        store.look(task, settings, data.device, whole=False)
-    active: list[Training] = []
+    for settings in waiting:  # report a bad checkpoint now, not hours later
+        store.checkpoint(task, settings, data.device, mmap=True)
+    runner = _Runner(task, data, store, observer)
+    due = time.monotonic() + CHECKPOINT_EVERY_S
+    with _deferred_interrupts(observer.stopping) as interrupted:
+        while waiting or runner.active:
+            try:
+                while waiting and len(runner.active) < side_by_side:
+                    runner.start(waiting.popleft())
+                for training in runner.active.copy():  # a copy: finished runs leave the list
+                    runner.advance(training)
+                    del training  # a finished run must not be kept alive by this variable
+                    if interrupted() and (waiting or runner.active or more) and distributed.rank() == 0:
+                        runner.save()
+                        raise KeyboardInterrupt(interrupted())
+            except Exception as error:
+                # the first process, interrupted too, has saved the run and left in the middle of a step
+                if interrupted() and distributed.rank() > 0:
+                    raise KeyboardInterrupt(interrupted()) from error
+                with suppress(Exception):
+                    runner.save()
+                raise
+            if time.monotonic() > due:
+                due = time.monotonic() + max(CHECKPOINT_EVERY_S, MIN_TRAIN_TO_SAVE_RATIO * runner.save())
+    return [(done | runner.done)[settings] for settings in runs]
 
-    def turn(training: Training) -> None:
-        training.beside = max(training.beside, len(active))
-        if not training.finished:  # or it was kept at its very end
+
+class _Runner:
+    """Runs that take turns, one step each.
+
+    Attributes:
+        active: the runs under way.
+        done: the records of the finished runs.
+    """
+
+    def __init__(self, task: Task, data: Dataset, store: Store, observer: RunObserver) -> None:
+        self.task, self.data, self.store, self.observer = task, data, store, observer
+        self.active: list[Training] = []
+        self.done: dict[Settings, dict[str, Any]] = {}
+        self._has_garbage = False  # a finished run is a reference cycle, and holds GPU memory until collected
+
+    def start(self, settings: Settings) -> None:
+        """Start a run, or resume it from its checkpoint."""
+        if self._has_garbage:
+            gc.collect()
+            self._has_garbage = False
+        state = self.store.begin(self.task, settings, self.data.device)
+        try:
+            self.active.append((self.task.loop or Supervised)(self.task, settings, self.data, state))
+        except StateError as error:
+            raise misfit(self.store.path(self.task, settings, ".checkpoint"), str(error)) from error
+        self.observer.begun(self.active[-1])
+
+    def advance(self, training: Training) -> None:
+        """Make one step of a run, and record the run if that was the last."""
+        training.side_by_side = max(training.side_by_side, len(self.active))
+        if not training.finished:  # a run may have been saved after its last step
             try:
                 training.advance()
             except Exception:
-                if training.amid:  # the others stand between two steps
-                    active.remove(training)
+                if training.mid_step:  # its state is inconsistent, and must not be saved
+                    self.active.remove(training)
                 raise
-        watch.stepped(training)
-        store.keep(training)
+        self.observer.stepped(training)
+        self.store.write_files(training)
         if training.finished:
-            done[training.settings] = store.finish(training)
-            distributed.wait()  # until the record is there for all to see
-            active.remove(training)
-            watch.ended(training)
+            self.done[training.settings] = self.store.finish(training)
+            distributed.barrier()  # the record must be visible to all processes
+            self.active.remove(training)
+            self._has_garbage = True
+            self.observer.ended(training)
 
-    def begin(settings: Settings) -> None:
-        gc.collect()  # runs refer to themselves, and what is done holds a GPU's memory until it is found
-        state = store.begin(task, settings, data.device)
-        try:
-            active.append((task.loop or Supervised)(task, settings, data, state))
-        except StateError as error:
-            raise unfit(store.path(task, settings, ".checkpoint"), str(error)) from error
-        watch.begun(active[-1])
-
-    due = time.monotonic() + PAUSE
-    with _interrupts(watch.stopping) as interrupted:
-        while waiting or active:
-            try:
-                while waiting and len(active) < side_by_side:
-                    begin(waiting.popleft())
-                for training in active.copy():  # a turn may be the last
-                    turn(training)
-                    del training  # lest it be held
-                    # what is kept now is whole
-                    if interrupted() and (waiting or active or more) and distributed.rank() == 0:
-                        _save(active, store)
-                        raise KeyboardInterrupt(interrupted())
-            except Exception as error:
-                if (
-                    interrupted() and distributed.rank() > 0
-                ):  # the first, asked too, has kept the run and left amid a step
-                    raise KeyboardInterrupt(interrupted()) from error
-                with suppress(Exception):
-                    _save(active, store)
-                raise
-            if time.monotonic() > due:
-                due = time.monotonic() + max(PAUSE, SHARE * _save(active, store))
-    return [done[settings] for settings in runs]
-
-
-def _save(active: list[Training], store: Store) -> float:
-    """Keep where all runs stand. How many seconds that took."""
-    start = time.monotonic()
-    for training in active:
-        store.save(training)
-    return time.monotonic() - start
+    def save(self) -> float:
+        """Write the checkpoints of all active runs. Return how many seconds that took."""
+        start = time.monotonic()
+        for training in self.active:
+            self.store.save(training)
+        return time.monotonic() - start
 
 
 @contextmanager
-def _interrupts(answer: Callable[[], None]) -> Iterator[Callable[[], int]]:
-    """By which signal the user or the system has asked to stop, 0 if by none.
+def _deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], int]]:
+    """Defer SIGINT and SIGTERM. Yield a function that returns the number of the signal that came, or 0.
 
-    It is answered at once, since a step may take minutes on a CPU. The second does not wait for anything.
+    The first signal calls ``on_first`` immediately, because a step may take minutes on a CPU. A second one raises.
     """
-    asked = 0
+    received = 0
 
-    def ask(number: int, _: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+    def receive(number: int, _: FrameType | None) -> None:
+        nonlocal received
+        if received:
             raise KeyboardInterrupt(number)
-        asked = number
-        with suppress(RuntimeError):  # of a stream that is just being written to
-            answer()
+        received = number
+        with suppress(RuntimeError):  # raised by a stream that the signal interrupted in a write
+            on_first()
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda: 0  # where signals cannot be caught, a checkpoint has to do
+        yield lambda: 0  # only the main thread can handle signals
         return
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: asked
+        yield lambda: received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -172,16 +189,16 @@ def search(
     rates: Sequence[float] | None = None,
     epochs: int | None = None,
 ) -> dict[str, float]:
-    """The paper's protocol: the grid on seed 0, then the other seeds at each contender's best rate.
+    """Follow the paper's protocol: search the grid on seed 0, then run all seeds at each contender's best rate.
 
     Args:
-        task: whose.
-        contenders: by name.
-        seeds: how many seeds at the best rate.
-        precision: of all runs.
-        run: trains what is not done and gives the records; told whether more is to follow.
-        rates: searched instead of the task's grid; with none in it, the paper's best rates are taken as found.
-        epochs: fewer than the task's, for a try.
+        task: the task.
+        contenders: the names of the contenders.
+        seeds: the number of seeds at the best rate.
+        precision: the precision of all runs.
+        run: trains runs and returns their records; its second argument says whether more runs follow.
+        rates: the rates to search instead of the task's grid. If empty, the paper's best rates are used.
+        epochs: a number of epochs below the task's, for a trial.
 
     Returns:
         the best rate of each contender.

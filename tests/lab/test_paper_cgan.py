@@ -361,8 +361,8 @@ def test_the_suite_goes_on_where_a_run_was_killed(tmp_path, monkeypatch):
     watch = SimpleNamespace(**dict.fromkeys(("plan", "begun", "stepped", "ended", "stopping"), lambda *_: None))
     run = TINY.settings("nero")
     (undisturbed,) = train(TINY, [run], made(), Store(tmp_path / "whole"), watch)
-    monkeypatch.setattr(sweep, "PAUSE", 0.0)
-    monkeypatch.setattr(sweep, "SHARE", 0.0)
+    monkeypatch.setattr(sweep, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "MIN_TRAIN_TO_SAVE_RATIO", 0.0)
 
     def kill(training):
         if training.steps_done == 3:
@@ -403,7 +403,7 @@ def test_a_look_at_images_is_shown_while_it_takes(quiet, tmp_path, monkeypatch):
     shown = Display(Console(file=told, width=200), tmp_path, CPU)
     monkeypatch.setattr(shown.progress, "update", lambda _, **fields: seen.append(fields["metric"]))
     monkeypatch.setattr(adversarial, "LOOK", 50)
-    monkeypatch.setattr(progress, "QUIET", quiet)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", quiet)
     with shown:
         train(TINY, [TINY.settings("adam", epochs=1)], made(100, 50), Store(tmp_path), shown)
     looks = [metric for metric in seen if " images" in metric]

@@ -454,9 +454,9 @@ def test_an_answer_that_makes_no_sense(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (errno.ENOSPC, "the disk is full: .*mnist has no room for train-images.*--data"),
+        (errno.ENOSPC, "cannot write .*mnist/train-images.*: the disk is full; .*--data"),
         (errno.EDQUOT, "the disk is full"),
-        (errno.EROFS, "train-images-idx3-ubyte.gz cannot be written .*Read-only file system"),
+        (errno.EROFS, "cannot write .*train-images-idx3-ubyte.gz: .*Read-only file system"),
     ],
 )
 @pytest.mark.parametrize("when", ["opening", "writing", "renaming"])

@@ -36,9 +36,9 @@ from nero_lab.loops import supervised
 from nero_lab.loops.captured import Captured
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.resnet import resnet50
-from nero_lab.progress import Silence
+from nero_lab.progress import NullObserver
 from nero_lab.protocol import SettingError, warm_up_then_cosine
-from nero_lab.store import Onlooker, Store, read_records
+from nero_lab.store import ReadOnlyStore, Store, read_records
 from nero_lab.sweep import train
 from nero_lab.tasks import TASKS
 
@@ -382,11 +382,11 @@ def test_readers_suit_the_machine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert [readers.default_count(processes) for processes in (1, 4, 16)] == [16, 4, 0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert distributed.on_this_machine() == 1  # torchrun has not said so
+    assert distributed.local_world_size() == 1  # torchrun has not said so
     monkeypatch.setattr(distributed, "started", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert distributed.on_this_machine() == 4
-    assert distributed.gpu() == torch.device("cuda:3")
+    assert distributed.local_world_size() == 4
+    assert distributed.local_gpu() == torch.device("cuda:3")
 
 
 # -- crops -------------------------------------------------------------------------------------
@@ -632,7 +632,7 @@ def test_an_image_that_breaks_in_mid_run_costs_no_step(tmp_path: Path, monkeypat
     settings = task.settings("sgd-decay", epochs=2)
     good = (folder / what).read_bytes()
 
-    class Breaking(Silence):
+    class Breaking(NullObserver):
         def begun(self, training: Supervised) -> None:
             begun.append(training.steps_done)
 
@@ -640,7 +640,7 @@ def test_an_image_that_breaks_in_mid_run_costs_no_step(tmp_path: Path, monkeypat
             if training.epoch == 1 and training.step == 0:
                 break_in(folder, what)
 
-    (whole,) = train(task, [settings], data, Store(tmp_path / "whole"), Silence())
+    (whole,) = train(task, [settings], data, Store(tmp_path / "whole"), NullObserver())
     with pytest.raises(DataError, match=r"does not decode .* the same command goes on from what was kept"):
         train(task, [settings], data, Store(tmp_path / "broken"), Breaking())
     (folder / what).write_bytes(good)
@@ -658,7 +658,7 @@ def sweep_together(*arguments: str) -> None:
 
     def verdict(model: nn.Module, _: object) -> dict[str, float]:
         torch.save(model.state_dict(), Path(arguments[-1]) / f"weights{distributed.rank()}")
-        return {"processes": distributed.count()}
+        return {"processes": distributed.world_size()}
 
     TASKS["imagenet"] = replace(TASK, model=partial(shallow, norm=False), batch=7, verdict=verdict)
     sys.argv = ["nero", *arguments]
@@ -727,7 +727,7 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path, monkeypatch: p
     data = kept(made(tmp_path))
     task = replace(SMALL, batch=6)
     state = Supervised(task, task.settings("nero"), data).state()
-    monkeypatch.setattr(distributed, "count", lambda: 3)
+    monkeypatch.setattr(distributed, "world_size", lambda: 3)
     with pytest.raises(SettingError, match="begun by 1 processes, and now there are 3: start 1 again"):
         Supervised(task, task.settings("nero"), data, state)
     with pytest.raises(
@@ -738,14 +738,14 @@ def test_what_several_processes_cannot_do_is_said(tmp_path: Path, monkeypatch: p
         (TASKS["mnist-deep"], 1, "mnist-deep is trained by one process: start it without torchrun"),
         (SMALL, 2, "several processes make one run at a time: start them without --side-by-side"),
     ):
-        workplace = cli._workplace(task, tmp_path, "cpu", tmp_path, "float32", beside)
+        workplace = cli._training_session(task, tmp_path, "cpu", tmp_path, "float32", beside)
         with pytest.raises(SettingError, match=says):
             workplace.__enter__()
 
 
 def stand_apart(told: Path) -> None:
     """What each of two processes does that stand at different places, in different ways."""
-    with distributed.joined(torch.device("cpu")):
+    with distributed.process_group(torch.device("cpu")):
         data = kept(told / "made")
         task = replace(SMALL, model=shallow)
         settings = task.settings("nero", epochs=2)
@@ -762,10 +762,10 @@ def stand_apart(told: Path) -> None:
                 Supervised(task, wanted, data, state)
             said.append(str(error.value))
         with (
-            patch.object(distributed, "joined", lambda _: nullcontext()),
+            patch.object(distributed, "process_group", lambda _: nullcontext()),
             patch.object(Store, "record", lambda *_: {} if mine else None),  # one of them finds its run done
             pytest.raises(SettingError, match=r"not have the same runs to make: .* see the same --out"),
-            cli._workplace(task, told / "made", "cpu", told / "out", "float32", 1) as runs,
+            cli._training_session(task, told / "made", "cpu", told / "out", "float32", 1) as runs,
         ):
             runs([settings], False)
         (told / f"told{distributed.rank()}").write_text("\n".join(said))
@@ -786,7 +786,7 @@ def test_processes_that_stand_at_different_places_say_so_all(tmp_path: Path):
     [(13, 4, 1, 3), (14, 4, 1, 4), (12, 4, 1, 3), (15, 4, 2, 3), (16, 4, 2, 4), (11, 8, 2, 1), (12, 8, 2, 2)],
 )
 def test_a_last_batch_of_which_some_had_one_image_is_left_out(monkeypatch, images, batch, processes, steps):
-    monkeypatch.setattr(distributed, "count", lambda: processes)
+    monkeypatch.setattr(distributed, "world_size", lambda: processes)
     assert supervised._steps(replace(TASK, batch=batch), images) == steps
     assert supervised._steps(replace(TASK, batch=batch, several=False), images) == math.ceil(images / batch)
 
@@ -805,11 +805,11 @@ def test_onlookers_write_nothing(tmp_path: Path):
     training = Supervised(SMALL, SMALL.settings("nero", epochs=1), data)
     while not training.finished:
         training.advance()
-    store = Onlooker(tmp_path / "out")
+    store = ReadOnlyStore(tmp_path / "out")
     training.files["-a.png"] = b"picture"
     store.check(SMALL, 2**62)
     store.save(training)
-    store.keep(training)
+    store.write_files(training)
     assert store.finish(training)["curve"] == Store(tmp_path / "other").finish(training)["curve"]
     assert not training.files
     assert not (tmp_path / "out").exists()

@@ -333,8 +333,8 @@ def test_interrupted_runs_side_by_side_end_as_alone(tmp_path):
 
 
 def test_a_run_that_goes_on_amid_its_updates_has_no_pace_yet(tmp_path, monkeypatch):
-    monkeypatch.setattr("nero_lab.progress.QUIET", 0.0)
-    monkeypatch.setattr("nero_lab.progress.GLANCE", 0.0)
+    monkeypatch.setattr("nero_lab.progress.LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("nero_lab.progress.REFRESH_EVERY_S", 0.0)
     settings, told = TINY.settings("nero", epochs=1), StringIO()
     training = TINY.loop(TINY, settings, ECHO, None)
     while training.played < training.ppo.gathered:
@@ -565,8 +565,8 @@ def test_pong_can_be_left_and_taken_up_again(pong):
 def test_nero_runs_pong_and_goes_on(pong, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "pong", SHORT)
     monkeypatch.setattr(looping, "LONGEST", 40)
-    monkeypatch.setattr("nero_lab.progress.QUIET", 0.0)
-    monkeypatch.setattr("nero_lab.progress.GLANCE", 0.0)
+    monkeypatch.setattr("nero_lab.progress.LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("nero_lab.progress.REFRESH_EVERY_S", 0.0)
     told = StringIO()
     monkeypatch.setattr(cli, "console", Console(file=told, width=200, markup=False, highlight=False))
     arguments = f"nero run pong --epochs 2 --device cpu --out {tmp_path / 'whole'}"

@@ -9,8 +9,8 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from nero_lab import atomic
 from nero_lab.data.errors import DataError
-from nero_lab.data.whole import whole
 
 #: Told, as work on a file goes on: what is done, such as "downloading train.txt", how many bytes of it are done, and of
 #: how many (0 where a server does not say).
@@ -21,6 +21,9 @@ TIMEOUT = 30.0
 #: How often each home is tried, in turn.
 ROUNDS = 2
 PIECE = 1 << 18
+
+#: Write a data file atomically: yields a temporary path, renamed to the given one at the end.
+replacing = partial(atomic.replacing, raises=DataError, remedy="or choose another folder by --data or $NERO_DATA")
 
 
 class _HomeError(Exception):
@@ -49,7 +52,7 @@ def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress 
         otherwise: what a person can do if nobody gives the file, for the error.
     """
     failures = []
-    with whole(path) as part:
+    with replacing(path) as part:
         for url in [*urls] * ROUNDS:
             try:
                 _bring(url, part, checksum, partial(progress, f"downloading {path.name}") if progress else None)

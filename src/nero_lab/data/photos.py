@@ -166,7 +166,7 @@ class Photos(ABC):
         return (
             text
             if self.rate is None
-            else f"{text}; {self.rate:,.0f} a second can be made ready{distributed.for_each()}"
+            else f"{text}; {self.rate:,.0f} a second can be made ready{distributed.per_process()}"
         )
 
     def _wait(self) -> None:
@@ -215,7 +215,7 @@ class Held(Photos):
         flips = random_flips(count, generator)
 
         def make(number: int) -> Batch:
-            which = distributed.share(number * batch, (number + 1) * batch)
+            which = distributed.local_slice(number * batch, (number + 1) * batch)
             chosen = order[which]
             crops = cut(pixels[chosen], boxes[which], (self.crop, self.crop), flips[which])
             return self._normalised(crops), labels[chosen]
@@ -227,7 +227,7 @@ class Held(Photos):
         _, height, width, _ = pixels.shape
         _, (top, left) = readers.middle(height, width, self.short, self.crop)
         for start in range(0, len(labels), LOOK):
-            which = distributed.share(start, start + LOOK)
+            which = distributed.local_slice(start, start + LOOK)
             if len(labels[which]):
                 middle = pixels[which, top : top + self.crop, left : left + self.crop]
                 yield self._normalised(middle), labels[which]
@@ -285,15 +285,15 @@ class Streamed(Photos):
 
         def begin(number: int) -> list[Future[bytearray]]:
             stop = min((number + 1) * batch, len(labels))
-            each = PIECE * distributed.count()
+            each = PIECE * distributed.world_size()
             return [
                 work(which)
                 for start in range(number * batch, stop, each)
-                if range(stop)[which := distributed.share(start, min(start + each, stop))]
+                if range(stop)[which := distributed.local_slice(start, min(start + each, stop))]
             ]
 
         def end(number: int, found: list[bytearray]) -> Batch:
-            targets = torch.tensor(labels[distributed.share(number * batch, (number + 1) * batch)])
+            targets = torch.tensor(labels[distributed.local_slice(number * batch, (number + 1) * batch)])
             on_gpu = self.device.type == "cuda"
             pixels = torch.empty(len(targets), self.crop, self.crop, 3, dtype=torch.uint8, pin_memory=on_gpu)
             targets = targets.pin_memory() if on_gpu else targets
@@ -311,7 +311,7 @@ class Streamed(Photos):
 
 def imagenet(folder: Folder) -> Photos:
     """The photographs of a folder of classes."""
-    return kept_or_read(find(folder.path), Readers(readers.default_count(distributed.on_this_machine())))
+    return kept_or_read(find(folder.path), Readers(readers.default_count(distributed.local_world_size())))
 
 
 def kept_or_read(found: Classes, who: Readers) -> Photos:

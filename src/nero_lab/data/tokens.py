@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from nero_lab.data import sources
+from nero_lab.data.download import replacing
 from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder, checked, intact
 from nero_lab.data.formats import gunzip, lines
-from nero_lab.data.whole import whole
 
 #: After how many sentences progress is told.
 OFTEN = 100
@@ -99,5 +99,5 @@ def _write(folder: Folder, name: str, raw: Path, text: list[str]) -> None:
             f"{raw}, tokenised by the sacremoses that is here, is not {name} as it was published: "
             "pip install sacremoses==0.2.0, by which it is"
         )
-    with whole(folder.path / sources.FOLDERS["multi30k"] / name) as part:
+    with replacing(folder.path / sources.FOLDERS["multi30k"] / name) as part:
         part.write_bytes(content)

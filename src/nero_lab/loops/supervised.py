@@ -45,10 +45,12 @@ class Supervised(Training):
         self._lag = min(LAG.get(self.device.type, 0), self.steps_an_epoch - 1)
         self._pending: Tensor | None = None
         self._begin(state)
-        if distributed.count() > 1 and not distributed.alike((settings, self.epoch, self.step, self._digest())):
+        if distributed.world_size() > 1 and not distributed.all_equal(
+            (settings, self.epoch, self.step, self._digest())
+        ):
             raise SettingError(
                 f"the processes do not all stand where this one does, at epoch {self.epoch}, step {self.step} of "
-                f"{task.name_of(settings)}: start all by the same command, and let all see the same --out and --data"
+                f"{task.run_name(settings)}: start all by the same command, and let all see the same --out and --data"
             )
 
     @property
@@ -57,7 +59,7 @@ class Supervised(Training):
 
     def advance(self) -> None:
         """Make one step; after the last of an epoch, look at what is not trained on, and in a while at the numbers."""
-        self.amid = False
+        self.mid_step = False
         with self._on_stream():
             if self.step < self.steps_an_epoch:  # or it was kept when the look failed
                 self._step()
@@ -69,9 +71,9 @@ class Supervised(Training):
     def remark(self) -> str:
         if (rate := getattr(self.data, "rate", None)) is None:
             return ""
-        trained = self.epoch * self.data.examples / self.seconds / distributed.count()
+        trained = self.epoch * self.data.examples / self.seconds / distributed.world_size()
         text = f"trains on {trained:,.0f} images a second, start included, and {rate:,.0f} can be made ready"
-        return text + distributed.for_each()
+        return text + distributed.per_process()
 
     def verdict(self) -> dict[str, Any]:
         if self.task.verdict is None:
@@ -90,7 +92,7 @@ class Supervised(Training):
         with self._on_stream():
             return {
                 **super().state(),
-                "processes": distributed.count(),
+                "processes": distributed.world_size(),
                 "totals": on_cpu(self.totals),
                 "generator": self.generator.get_state(),
                 "model": on_cpu(dict(self.model.state_dict())),
@@ -114,14 +116,14 @@ class Supervised(Training):
         baselines.prime(self.optimiser)
         self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         # with distributed, a thread of torch's looks after their messages during a capture, and may
-        mode = "thread_local" if distributed.count() > 1 else "global"
+        mode = "thread_local" if distributed.world_size() > 1 else "global"
         self._learn = Captured(self._update, self._changing, self._stream, generator=self.generator, mode=mode)
 
     def go_on_from(self, state: dict[str, Any]) -> None:
-        if (before := state.get("processes", 1)) != distributed.count():
+        if (before := state.get("processes", 1)) != distributed.world_size():
             raise SettingError(
-                f"{self.task.name_of(self.settings)} was begun by {before} processes, and now there are "
-                f"{distributed.count()}: start {before} again, or delete its checkpoint to begin anew"
+                f"{self.task.run_name(self.settings)} was begun by {before} processes, and now there are "
+                f"{distributed.world_size()}: start {before} again, or delete its checkpoint to begin anew"
             )
         super().go_on_from(state)
         fill(self.model, state["model"])
@@ -145,12 +147,12 @@ class Supervised(Training):
         self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_an_epoch))
         # a capture makes steps of its own, so that all processes must make theirs at a time: at the first step, and
         # at the last one of an epoch, where shares may be smaller, of some or of all
-        last = distributed.count() > 1 and self.step + 1 == self.steps_an_epoch
+        last = distributed.world_size() > 1 and self.step + 1 == self.steps_an_epoch
         batch = self._batches[self.step]
-        self.amid = True
+        self.mid_step = True
         self._learn(*batch, kind=last)
         self.step += 1
-        self.amid = False
+        self.mid_step = False
 
     def _begin_epoch(self) -> None:
         self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
@@ -167,9 +169,11 @@ class Supervised(Training):
             loss.backward()  # type: ignore[no-untyped-call]
             plain = not (self.task.smoothing or self.task.summed)
             totals = _totals(logits.detach(), labels, loss.detach() if plain else None)
-            if distributed.count() > 1:
+            if distributed.world_size() > 1:
                 gradients = (parameter.grad for parameter in self.model.parameters())
-                totals = distributed.average([gradient for gradient in gradients if gradient is not None], totals)
+                totals = distributed.average_gradients(
+                    [gradient for gradient in gradients if gradient is not None], totals
+                )
             self.optimiser.step()
             self.totals += totals
 
@@ -185,8 +189,8 @@ class Supervised(Training):
 
     def _end_epoch(self) -> None:
         self._batches = ()
-        distributed.take_firsts(list(self.model.buffers()))
-        totals = torch.stack([self.totals, *(distributed.add_up(self._look(part)) for part in self.data.parts)])
+        distributed.broadcast(list(self.model.buffers()))
+        totals = torch.stack([self.totals, *(distributed.all_sum(self._look(part)) for part in self.data.parts)])
         self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
         self._pending.copy_(totals, non_blocking=True)
         if self._stream is not None:
@@ -219,10 +223,10 @@ def _steps(task: Task, examples: int) -> int:
     """How many an epoch has. A last batch is left out if some process had less than two of it, as batch norm needs."""
     if not task.several:
         return math.ceil(examples / task.batch)
-    least = 2 * distributed.count()
+    least = 2 * distributed.world_size()
     if (most := min(examples, task.batch)) < least:
         raise SettingError(
-            f"a batch has {most} images for {distributed.count()} processes, which need two each: start {most // 2} or fewer"
+            f"a batch has {most} images for {distributed.world_size()} processes, which need two each: start {most // 2} or fewer"
         )
     return examples // task.batch + (examples % task.batch >= least)
 

@@ -34,9 +34,9 @@ class Training(ABC):
 
     Attributes:
         curve: by name, a number for each epoch that is over; None where there is none.
-        beside: how many runs there were at a time, at most.
+        side_by_side: how many runs this process trained at a time, at most.
         resumed: how often the run was broken off.
-        amid: whether a step that fails may be half made, so that where the run stands is not to be kept.
+        mid_step: whether a step that fails may be half made, so that where the run stands is not to be kept.
         files: what is to be kept beside the record, by the end of its name; whoever writes it takes it away.
         tell: told, within a step, of what else it does that takes long, and perhaps what share of that is done; whoever
             shows the run puts it there.
@@ -46,7 +46,7 @@ class Training(ABC):
         self.task, self.settings, self.device, self.steps_an_epoch = task, settings, device, steps_an_epoch
         self.epoch = self.step = 0
         self.curve: dict[str, list[float | None]] = {}
-        self.beside, self.resumed, self.amid = 1, 0, True
+        self.side_by_side, self.resumed, self.mid_step = 1, 0, True
         self.files: dict[str, bytes] = {}
         self.tell: Callable[..., None] = lambda *_: None
         self._spent, self._since = 0.0, time.perf_counter()
@@ -105,7 +105,7 @@ class Training(ABC):
             "step": self.step,
             "curve": {name: list(values) for name, values in self.curve.items()},
             "seconds": self.seconds,
-            "beside": self.beside,
+            "beside": self.side_by_side,
             "resumed": self.resumed,
         }
 
@@ -122,7 +122,7 @@ class Training(ABC):
         if fault := fault_of(state["curve"], epoch):
             raise ValueError(fault)
         self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
-        self._spent, self.beside, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
+        self._spent, self.side_by_side, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
 
     @abstractmethod
     def _build(self) -> None:

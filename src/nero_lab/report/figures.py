@@ -33,7 +33,7 @@ from nero_lab.report.drawing import (
 )
 from nero_lab.report.published import Measure, Published, all_published
 from nero_lab.report.runs import Runs, called, name_of
-from nero_lab.store import write_whole
+from nero_lab.store import write_atomically
 
 #: Ones, the commonest digit that MNIST trains on.
 CHANCE = 100 * 6742 / 60000
@@ -55,7 +55,7 @@ def draw(task: str, runs: Runs) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write it as a PNG that is the same for the same figure, on white whatever it is looked at on."""
     options: dict[str, Any] = {"format": "png", "dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
-    write_whole(path, lambda file: figure.savefig(file, **options))
+    write_atomically(path, lambda file: figure.savefig(file, **options))
 
 
 def _deep(facts: Published, runs: Runs) -> Figure:

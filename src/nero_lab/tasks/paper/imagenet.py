@@ -19,7 +19,7 @@ PENALTY = 0.001
 def looked_at(model: nn.Module, data: Dataset) -> dict[str, float]:  # noqa: ARG001
     """What a result depends on besides its settings: classes, the side of the crops, the shares of a batch."""
     assert isinstance(data, Photos)
-    return {"classes": len(data.classes), "crop": data.crop, "processes": distributed.count()}
+    return {"classes": len(data.classes), "crop": data.crop, "processes": distributed.world_size()}
 
 
 task = Task(

@@ -1,0 +1,234 @@
+"""The command `nero`: its subcommands, error messages and interrupts."""
+
+import signal
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import make_data
+from matplotlib.figure import Figure
+from rich.console import Console
+
+import nero
+import nero_lab.command
+from nero_lab import cli
+from nero_lab.data import load
+from nero_lab.loops.supervised import Supervised
+from nero_lab.provenance import commit
+from nero_lab.store import Store, read_records
+from nero_lab.tasks import TASKS
+
+#: Arguments of a short run.
+SHORT = ("mnist-reparameterised", "--epochs", 1, "--device", "cpu")
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Run `nero ...` in this process, on made-up data. Return its exit code and what it printed."""
+    monkeypatch.setattr(cli, "load", lambda name, *_, **__: make_data(name))
+
+    def run_command(*arguments):
+        stream = StringIO()
+        monkeypatch.setattr(cli, "console", Console(file=stream, width=160, markup=False, highlight=False))
+        monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
+        try:
+            nero_lab.command.main()
+        except SystemExit as end:
+            return end.code, stream.getvalue()
+        return 0, stream.getvalue()
+
+    return run_command
+
+
+def test_nero_list_names_all_tasks(command):
+    code, printed = command("list")
+    assert code == 0
+    assert all(name in printed for name in TASKS)
+
+
+def test_nero_version_prints_versions(command):
+    assert command("--version") == (0, f"nero {nero.__version__}, torch {torch.__version__}\n")
+
+
+def test_nero_run_is_recorded_and_skipped_when_done(command, tmp_path):
+    code, printed = command("run", *SHORT, "--out", tmp_path)
+    assert code == 0
+    assert "sigma-1-lr0.01-seed0-epochs1: train" in printed
+    (record,) = read_records(tmp_path)
+    assert record["task"] == "mnist-reparameterised"
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["commit"] == commit()
+    assert list((tmp_path / "tensorboard").rglob("events*"))
+    code, printed = command("run", *SHORT, "--out", tmp_path)
+    assert code == 0
+    assert "1 done before" in printed
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_nero_run_with_weights_saves_them(command, tmp_path):
+    assert command("run", *SHORT, "--out", tmp_path, "--weights")[0] == 0
+    assert [path.name for path in tmp_path.rglob("*.pt")] == ["sigma-1-lr0.01-seed0-epochs1.pt"]
+
+
+def test_nero_report_of_own_run_writes_pages(command, tmp_path, monkeypatch):
+    """The tests of the report render the figures, which takes seconds."""
+    monkeypatch.setattr(Figure, "savefig", lambda _, file, **__: file.write(b"figure"))
+    assert command("run", *SHORT, "--out", tmp_path / "out")[0] == 0
+    code, printed = command("report", "--records", tmp_path / "out", "--out", tmp_path / "pages")
+    assert code == 0
+    assert str(tmp_path / "pages" / "mnist-reparameterised.md") in printed
+    assert "left out of results and figures, with fewer epochs than their tasks: 1" in printed
+    assert (tmp_path / "pages" / "figures" / "mnist-reparameterised.png").read_bytes() == b"figure"
+
+
+def test_nero_sweep_searches_grid_and_runs_seeds(command, tmp_path):
+    arguments = ["sweep", *SHORT, "--out", tmp_path, "--seeds", 2]
+    code, printed = command(*arguments)
+    assert code == 0
+    assert "sigma-100: best of the grid is 0.01; the paper's is 0.01" in printed
+    assert len(read_records(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nonsense"], "take one of mnist-deep"),
+        (["run", "mnist-deep", "--optimiser", "adagrad"], "take one of nero, lamb, adam, sgd"),
+        (["run", "mnist-deep", "--device", "toaster"], "take cpu, cuda or auto"),
+        (["run", "mnist-deep", "--device", "cuda:99"], "torch finds no cuda:99"),
+        (["run", "mnist-deep", "--precision", "tf32", "--device", "cpu"], "tf32 needs an NVIDIA GPU"),
+        (["run", "mnist-deep", "--precision", "int4"], "one of float32, tf32"),
+        (["run", "mnist-deep", "--epochs", 99, "--device", "cpu"], "1 to 50 epochs"),
+        (["sweep", "mnist-deep", "--optimiser", "adagrad"], "take one of nero"),
+        (["report", "--records", "nowhere"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_argument_error_names_remedy(command, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _ = command(*arguments)
+    assert message in str(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["run", "sweep"])
+def test_command_without_data_creates_no_files(command, what, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.chdir(tmp_path)
+    for task in ("mnist-deep", "imagenet"):
+        code, _ = command(what, task, "--device", "cpu", "--data", tmp_path / "nowhere")
+        assert "nowhere, that was asked for, does not exist" in str(code)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_is_an_entry_point():
+    (script,) = entry_points(group="console_scripts", name="nero")
+    assert script.load() is nero_lab.command.main
+
+
+@pytest.mark.parametrize("when", ["torch", "typer", "arguments"])
+def test_interrupt_during_import_ends_in_one_line(when):
+    entry = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["nero"]
+    module, _, function = entry.partition(":")
+    code = f"""if True:
+        import contextlib, signal, sys
+        def interrupt(*_):
+            with contextlib.suppress(BaseException):  # torch suppresses errors while it imports numpy
+                signal.raise_signal(signal.SIGINT)
+        class Interrupt:
+            def find_spec(name, path=None, target=None):
+                if name == {when!r}:
+                    interrupt()
+        sys.meta_path.insert(0, Interrupt)
+        if {when!r} == "arguments":
+            from typer.core import TyperGroup
+            TyperGroup.parse_args = interrupt
+        from {module} import {function}
+        sys.exit({function}())
+    """
+    done = subprocess.run([sys.executable, "-c", code, "list"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "nero: stopped\n")
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["default", "ignored"])
+def test_interrupt_handler_is_restored_in_command(before, command, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "duration", lambda _: seen.append(signal.getsignal(signal.SIGINT)) or "")
+    handler = signal.signal(signal.SIGINT, before)
+    try:
+        command("list")
+        assert set(seen) == {before}
+        command("--no-such-option")  # an error before the command begins
+        assert signal.getsignal(signal.SIGINT) == before
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_after_grid_stops_the_sweep(number, status, command, tmp_path, monkeypatch):
+    """The user was printed that training stops after this step."""
+    finish = Store.finish
+    monkeypatch.setattr(Store, "finish", lambda *given: (finish(*given), signal.raise_signal(number))[0])
+    arguments = ["sweep", *SHORT, "--optimiser", "sigma-1"]
+    code, printed = command(*arguments, "--out", tmp_path)
+    assert code == status
+    assert printed.count("stopped: run the same command again to continue") == 1
+    assert [record["seed"] for record in read_records(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_command_says_how_to_continue(number, status, command, tmp_path, monkeypatch, capsys):
+    advance = Supervised.advance
+    monkeypatch.setattr(Supervised, "advance", lambda self: (signal.raise_signal(number), advance(self)))
+    code, printed = command("run", "mnist-reparameterised", "--out", tmp_path, "--epochs", 2, "--device", "cpu")
+    assert code == status
+    assert printed.count("stopped") == printed.count("stopped: run the same command again to continue") == 1
+    assert "stopped" not in capsys.readouterr().err
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "asked"),
+    [
+        ("duration", ["list"]),
+        ("read_records", ["report"]),
+        ("load", ["run", "mnist-deep", "--device", "cpu"]),
+        ("load", ["sweep", "mnist-deep", "--device", "cpu"]),
+    ],
+)
+def test_interrupt_before_training_ends_in_one_line(where, asked, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, where, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    code, _ = command(*asked)
+    assert (code, capsys.readouterr().err) == (130, "nero: stopped\n")
+
+
+def test_full_gpu_ends_in_one_line(command, tmp_path, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Supervised, "advance", full)
+    code, _ = command("run", *SHORT, "--out", tmp_path)
+    assert "--side-by-side" in code
+
+
+def test_data_loading_shows_progress(command, tmp_path, monkeypatch):
+    def slow(name, _, progress):
+        progress("downloading file.gz", 10, 2_000_000)
+        progress("downloading file.gz", 2_000_000, 2_000_000)
+        progress("tokenising other.gz", 5, 0)
+        return make_data(name)
+
+    monkeypatch.setattr(cli, "load", slow)
+    code, printed = command("run", *SHORT, "--out", tmp_path)
+    assert code == 0
+    assert printed.splitlines()[:2] == ["downloading file.gz, 2.0 MB", "tokenising other.gz"]
+
+
+def test_report_without_records_names_remedy(command, tmp_path):
+    code, _ = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
+    assert "make some with `nero sweep TASK" in code

@@ -1,0 +1,139 @@
+"""Progress of runs: bars in a terminal, lines in a log, and TensorBoard's files."""
+
+import errno
+import re
+
+import pytest
+import torch
+from helpers import FAST, checkpoint_every_step, make_data, make_display
+
+from nero_lab import progress
+from nero_lab.loops.supervised import LAG, Supervised
+from nero_lab.store import Store
+from nero_lab.sweep import train
+from nero_lab.tasks import TASKS
+
+
+@pytest.fixture
+def verbose(monkeypatch):
+    """Show and log every step."""
+    monkeypatch.setattr(progress, "REFRESH_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LOG_EVERY_S", 0.0)
+
+
+@pytest.mark.parametrize(("is_installed", "runs_done", "is_announced"), [(1, 0, 0), (0, 0, 1), (0, 1, 0)])
+def test_plan_missing_tool_is_announced(is_installed, runs_done, is_announced, monkeypatch, tmp_path):
+    task = TASKS["translation"]
+    monkeypatch.setattr(progress, "find_spec", lambda _: is_installed or None)
+    display, stream = make_display(False, tmp_path)
+    display.plan(task, [task.settings("nero")], [{}] * runs_done)
+    hint = "no BLEU without sacrebleu: install with pip install 'nero-optim[lab]'"
+    assert (hint in stream.getvalue()) == is_announced
+
+
+@pytest.mark.usefixtures("verbose")
+def test_terminal_shows_bars_with_metric_and_time(tmp_path, monkeypatch):
+    display, stream = make_display(True, tmp_path)
+    updates = []
+    monkeypatch.setattr(display.progress, "update", lambda _, **fields: updates.append(fields))
+    with display:
+        train(FAST, [FAST.settings("sgd")], make_data(), Store(tmp_path), display)
+    assert [fields["completed"] for fields in updates] == list(range(1, 10))
+    assert updates[0]["metric"].endswith("so far")
+    assert updates[-1]["metric"].startswith("train ")
+    assert ", test " in updates[-1]["metric"]
+    assert "sgd-lr0.1-seed0" in stream.getvalue()
+    kinds = {type(column).__name__ for column in display.progress.columns}
+    assert {"BarColumn", "TimeRemainingColumn", "TimeElapsedColumn"} <= kinds
+
+
+@pytest.mark.usefixtures("verbose")
+def test_log_shows_lines_and_resumption(tmp_path):
+    store, settings = Store(tmp_path), FAST.settings("sgd")
+    unfinished = Supervised(FAST, settings, make_data())
+    for _ in range(4):
+        unfinished.advance()
+    store.save(unfinished)
+    display, stream = make_display(False, tmp_path)
+    with display:
+        train(FAST, [settings], make_data(), store, display)
+        display.stopping()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "tiny: 1 run to do on cpu"
+    assert "sgd-lr0.1-seed0: continues from epoch 1, step 1" in lines
+    step = re.compile(r"sgd-lr0.1-seed0: epoch 1, 56%, train .*% so far, .* s, .* s left")
+    assert any(map(step.fullmatch, lines))
+    assert lines[-2].startswith("sgd-lr0.1-seed0: train ")
+    assert lines[-2].endswith("tiny/sgd-lr0.1-seed0.json")
+    assert lines[-1] == "stopping after this step to save the runs; interrupt again to stop at once"
+
+
+@pytest.mark.usefixtures("verbose")
+def test_gpu_within_epoch_is_not_synchronised(tmp_path, monkeypatch):
+    """Within an epoch, a line shows the share of the steps and the numbers of the last epoch."""
+    monkeypatch.setattr(Supervised, "so_far", None)  # it would wait for the GPU
+    training = Supervised(FAST, FAST.settings("sgd"), make_data())
+    training.device = torch.device("cuda")  # read by the display only
+    display, stream = make_display(False, tmp_path)
+    with display:
+        display.begun(training)
+        for _ in range(4):
+            training.advance()
+            display.stepped(training)
+    first, second, third, fourth = stream.getvalue().splitlines()
+    for line, share in ((first, "11%"), (second, "22%")):
+        assert re.fullmatch(rf"sgd-lr0.1-seed0: epoch 0, {share}, .* s, .* s left", line)
+        assert "train" not in line
+    numbers = re.search("train .*%, test .*%", third.partition("33%")[2])
+    assert f"epoch 1, 44%, {numbers[0]}, " in fourth
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("stop_after", [None, 2, 3, 4, 5])
+def test_tensorboard_has_every_epoch_once(stop_after, lag, tmp_path, monkeypatch):
+    """Also after a stop at a step when an epoch's numbers were not read yet."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setitem(LAG, "cpu", lag)
+    checkpoint_every_step(monkeypatch)
+    settings = FAST.settings("sgd")
+    if stop_after:
+        display, _ = make_display(False, tmp_path)
+        show_step = display.stepped
+
+        def stepped(training):
+            show_step(training)
+            if training.steps_done == stop_after:
+                raise KeyboardInterrupt
+
+        display.stepped = stepped
+        with pytest.raises(KeyboardInterrupt), display:
+            train(FAST, [settings], make_data(), Store(tmp_path), display)
+        # TensorBoard orders files by the time in their names, in seconds: make this one older
+        (path,) = (tmp_path / "tensorboard").rglob("*tfevents.*")
+        path.rename(path.with_name(path.name.replace("tfevents.", "tfevents.0")))
+    display, _ = make_display(False, tmp_path)
+    with display:
+        (record,) = train(FAST, [settings], make_data(), Store(tmp_path), display)
+    events = EventAccumulator(str(tmp_path / "tensorboard/tiny/sgd-lr0.1-seed0"))
+    events.Reload()
+    for name, values in record["curve"].items():
+        scalars = events.Scalars(name.replace("_", "/"))
+        assert [scalar.step for scalar in scalars] == [1, 2, 3]
+        assert [scalar.value for scalar in scalars] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.parametrize("when", ["opened", "written", "closed"])
+def test_tensorboard_failure_does_not_stop_the_run(when, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if when == "opened":
+        monkeypatch.setattr(progress, "SummaryWriter", fail)
+    else:
+        monkeypatch.setattr(progress.SummaryWriter, {"written": "add_scalar", "closed": "close"}[when], fail)
+    display, stream = make_display(False, tmp_path)
+    with display:
+        (record,) = train(FAST, [FAST.settings("sgd")], make_data(), Store(tmp_path), display)
+    assert len(record["curve"]["train_loss"]) == 3
+    assert stream.getvalue().count("the run continues without it") == 1

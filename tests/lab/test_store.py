@@ -1,0 +1,223 @@
+"""The store: records, checkpoints and weights of runs, and errors for files that cannot be used."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import CPU, FAST, TINY, RecordingObserver, make_data, start_run
+
+from nero_lab.loops import adversarial
+from nero_lab.loops.supervised import Supervised
+from nero_lab.protocol import Contender
+from nero_lab.store import Store, StoreError, read_records
+from nero_lab.sweep import train
+
+
+def save_one_step(store, settings, task=FAST):
+    """Save a run after one step, and return the path of its checkpoint."""
+    training = Supervised(task, settings, make_data())
+    training.advance()
+    store.save(training)
+    return store.path(task, settings, ".checkpoint")
+
+
+def test_checkpoint_holds_no_code_and_damage_is_reported(tmp_path):
+    store, settings = Store(tmp_path), FAST.settings("nero")
+    path = save_one_step(store, settings)
+    assert torch.load(path, weights_only=True)["step"] == 1
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(StoreError, match=r"cannot be read .*: delete it to start this run again"):
+        store.begin(FAST, settings, CPU)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "device", "what"),
+    [
+        (FAST, FAST.settings("adam", seed=1), CPU, "seed 0 instead of 1"),
+        (FAST, FAST.settings("adam"), torch.device("cuda"), "device 'cpu' instead of 'cuda'"),
+        (replace(FAST, batch=4), FAST.settings("adam"), CPU, "batch 8 instead of 4"),
+        (replace(FAST, contenders={"adam": Contender("adam", 0.001)}), FAST.settings("adam"), CPU, "options .*"),
+    ],
+)
+def test_checkpoint_of_another_run_raises(task, settings, device, what, tmp_path):
+    store = Store(tmp_path)
+    save_one_step(store, FAST.settings("adam")).rename(store.path(task, settings, ".checkpoint"))
+    with pytest.raises(StoreError, match=rf"another run, with {what}: delete it"):
+        store.begin(task, settings, device)
+
+
+def test_checkpoint_with_unknown_setting_raises(tmp_path):
+    store, settings = Store(tmp_path), FAST.settings("adam")
+    path = save_one_step(store, settings)
+    state = torch.load(path, weights_only=True)
+    torch.save({**state, "run": {**state["run"], "colour": "red"}}, path)
+    with pytest.raises(StoreError, match=r"another run, with colour 'red' instead of None: delete it"):
+        store.begin(FAST, settings, CPU)
+
+
+@pytest.mark.parametrize("key", ["run", "curve", "seconds", "model", "optimiser", "generator", "totals"])
+def test_checkpoint_without_key_raises(key, tmp_path):
+    store, settings = Store(tmp_path), FAST.settings("adam")
+    path = save_one_step(store, settings)
+    state = torch.load(path, weights_only=True)
+    del state[key]
+    torch.save(state, path)
+    with pytest.raises(StoreError, match=rf"{path} lacks '{key}', .*: delete it to start this run again"):
+        train(FAST, [settings], make_data(), store, RecordingObserver())
+
+
+@pytest.mark.parametrize("loop", ["supervised", "adversarial", "agent"])
+def test_store_with_weights_saves_state_dict(loop, tmp_path, monkeypatch):
+    """The weights load into a new network. A record without weights does not count as done."""
+    monkeypatch.setattr(adversarial, "JUDGED", 100)
+    store, observer = Store(tmp_path, weights=True), RecordingObserver()
+    task, settings, data = start_run(loop, store, epochs=1)
+    train(task, [settings], data, store, observer)
+    network = task.model()
+    network.load_state_dict(torch.load(store.path(task, settings, ".pt"), weights_only=True))
+    trained = observer.ended_runs[0].network.state_dict()
+    assert trained
+    assert all(torch.equal(value, trained[name]) for name, value in network.state_dict().items())
+    assert len(train(task, [settings], data, store, observer)) == 1
+    store.path(task, settings, ".pt").unlink()
+    with pytest.raises(StoreError, match=r"\.json is the record of a run without saved weights: move it away"):
+        train(task, [settings], data, store, observer)
+    assert len(train(task, [settings], data, Store(tmp_path), observer)) == 1
+    assert len(observer.ended_runs) == 1
+
+
+def test_record_of_another_run_raises(tmp_path):
+    store = Store(tmp_path)
+    runs = [FAST.settings("sgd", rate) for rate in (0.01234567, 0.01234572)]
+    assert len({store.path(FAST, settings, ".json") for settings in runs}) == 2
+    train(FAST, runs[:1], make_data(), store, RecordingObserver())
+    store.path(FAST, runs[0], ".json").rename(store.path(FAST, runs[1], ".json"))
+    with pytest.raises(StoreError, match=r"another run with lr 0\.01234567: move it away"):
+        train(FAST, runs[1:], make_data(), store, RecordingObserver())
+    store.path(FAST, runs[1], ".json").rename(store.path(FAST, runs[0], ".json"))
+    with pytest.raises(StoreError, match="another run with batch 8: move it away"):
+        train(replace(FAST, batch=4), runs[:1], make_data(), store, RecordingObserver())
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.2], None])
+def test_record_with_short_curve_raises(values, tmp_path):
+    """A sweep needs the last value to choose its learning rate."""
+    store, settings = Store(tmp_path), FAST.settings("sgd")
+    (record,) = train(FAST, [settings], make_data(), store, RecordingObserver())
+    del record["curve"]["test_accuracy"]
+    record["curve"] |= {"test_accuracy": values} if values else {}
+    path = store.path(FAST, settings, ".json")
+    path.write_text(json.dumps(record))
+    count = len(values or [])
+    with pytest.raises(StoreError, match=rf"{path} has {count} values of test_accuracy for 3 epochs: move it away"):
+        train(FAST, [settings], make_data(), store, RecordingObserver())
+
+
+def test_abandoned_part_files_are_removed(tmp_path):
+    store = Store(tmp_path)
+    old, new = (tmp_path / "tiny" / f"sgd-lr0.1-seed0.checkpoint.{process}.part" for process in (1, 2))
+    old.parent.mkdir()
+    old.touch()
+    new.touch()
+    os.utime(old, (0, 0))
+    store.check(FAST, 1)
+    assert [old.exists(), new.exists()] == [False, True]
+    train(FAST, [FAST.settings("sgd")], make_data(), store, RecordingObserver())
+    assert not new.exists()
+
+
+def test_part_file_removed_by_another_process_is_ignored(tmp_path, monkeypatch):
+    gone = tmp_path / "tiny" / "sgd-lr0.1-seed0.checkpoint.1.part"
+    monkeypatch.setattr(Path, "glob", lambda *_: [gone])
+    Store(tmp_path).check(FAST, 1)
+
+
+def test_record_lists_resumes_and_commits(tmp_path, monkeypatch):
+    monkeypatch.setenv("NERO_COMMIT", "one")
+    observer = RecordingObserver()
+    observer.stepped = lambda training: training.steps_done == 4 and signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(FAST, [FAST.settings("sgd")], make_data(), Store(tmp_path), observer)
+    monkeypatch.setenv("NERO_COMMIT", "two")
+    (record,) = train(FAST, [FAST.settings("sgd")], make_data(), Store(tmp_path), RecordingObserver())
+    assert record["commit"] == "one, two"
+    assert record["resumed"] == 1
+
+
+def test_folder_unwritable_or_full_raises(tmp_path):
+    Store(tmp_path).check(TINY, 1)
+    with pytest.raises(StoreError, match="make room"):
+        Store(tmp_path).check(TINY, 10**18)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "file" / "below").check(TINY, 1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tiny").touch()
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "out").check(TINY, 1)
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(StoreError, match="--out"):
+        Store(tmp_path / "link" / "below").check(TINY, 1)
+
+
+def test_folder_is_created_on_first_write(tmp_path):
+    store = Store(tmp_path / "some" / "out")
+    store.check(FAST, 1)
+    with pytest.raises(StoreError, match="make room"):
+        store.check(FAST, 10**18)
+    assert list(tmp_path.iterdir()) == []
+    train(FAST, [FAST.settings("sgd")], make_data(), store, RecordingObserver())
+    assert len(read_records(tmp_path / "some" / "out")) == 1
+
+
+def test_read_records_reads_json_and_json_lines(tmp_path):
+    def record(seed):
+        return {"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": seed, "curve": {"train_loss": [0.5]}}
+
+    for name in ("tiny/b.json", "tiny/a.json", "tiny/deeper/c.json", "tiny/d.jsonl", "e.json"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record(0 if "a" in path.name else 1)))
+    (tmp_path / "study.jsonl").write_text(f"{json.dumps(record(2))}\n\n{json.dumps(record(3))}\n")
+    found = read_records(tmp_path)
+    assert [(one["path"], one["seed"]) for one in found] == [
+        (f"{tmp_path}/tiny/a.json", 0),
+        (f"{tmp_path}/tiny/b.json", 1),
+        (f"{tmp_path}/study.jsonl:1", 2),
+        (f"{tmp_path}/study.jsonl:3", 3),
+    ]
+
+
+@pytest.mark.parametrize("name", ["tiny/broken.json", "broken.jsonl"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[" * 99_999,
+        "[]",
+        "{}",
+        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "curve": {}}',
+        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "curve": null}',
+    ],
+    ids=["cut", "deep", "list", "empty", "no-curve", "null-curve"],
+)
+def test_damaged_record_raises_with_its_path(name, text, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(StoreError, match=rf"{name}(:1)? is not a record: .*; move it away"):
+        read_records(tmp_path)
+
+
+def test_unreadable_record_raises_with_its_path(tmp_path):
+    (tmp_path / "tiny/folder.json").mkdir(parents=True)
+    with pytest.raises(StoreError, match=r"cannot read .*folder\.json: Is a directory"):
+        read_records(tmp_path)
+
+
+def test_read_records_without_folder_raises(tmp_path):
+    with pytest.raises(StoreError, match="there is no folder"):
+        read_records(tmp_path / "nowhere")

@@ -1,0 +1,231 @@
+"""Many runs: resumed after a crash, side by side, and chosen by the paper's protocol."""
+
+import gc
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    FAST,
+    TINY,
+    Killed,
+    RecordingObserver,
+    assert_close_records,
+    checkpoint_every_step,
+    comparable,
+    make_data,
+)
+
+from nero_lab.data import DataError
+from nero_lab.loops.supervised import Supervised
+from nero_lab.store import Store, StoreError, read_records
+from nero_lab.sweep import search, train
+
+
+@pytest.mark.parametrize("contender", TINY.contenders)
+def test_killed_run_resumes_bit_for_bit(contender, tmp_path, monkeypatch):
+    checkpoint_every_step(monkeypatch)
+    data, settings = make_data(), TINY.settings(contender, epochs=2)
+    (undisturbed,) = train(TINY, [settings], data, Store(tmp_path / "undisturbed"), RecordingObserver())
+    store = Store(tmp_path / "killed")
+    for _ in range(2):  # saves two steps, and dies in the third
+        with pytest.raises(Killed):
+            train(TINY, [settings], data, store, RecordingObserver(kill_after=2))
+    observer = RecordingObserver()
+    (resumed,) = train(TINY, [settings], data, store, observer)
+    assert observer.begun_at == [4]
+    assert comparable(resumed) == comparable(undisturbed)
+    assert not list(tmp_path.rglob("*.checkpoint"))
+
+
+def test_sigkilled_process_resumes(tmp_path):
+    script, killed = tmp_path / "run.py", tmp_path / "killed"
+    script.write_text(
+        "import os, signal, sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from nero_lab import sweep\n"
+        "from test_sweep import FAST, RecordingObserver, Store, make_data\n"
+        "sweep.CHECKPOINT_EVERY_S = sweep.MIN_TRAIN_TO_SAVE_RATIO = 0.0\n"
+        "observer = RecordingObserver()\n"
+        "observer.stepped = lambda run: run.steps_done == 5 and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sweep.train(FAST, [FAST.settings('nero')], make_data(), Store(Path(sys.argv[1])), observer)\n"
+    )
+    done = subprocess.run([sys.executable, script, killed], timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not list(killed.rglob("*.json"))
+    runs, observer = [FAST.settings("nero")], RecordingObserver()
+    (resumed,) = train(FAST, runs, make_data(), Store(killed), observer)
+    assert observer.begun_at == [4]
+    (whole,) = train(FAST, runs, make_data(), Store(tmp_path / "whole"), RecordingObserver())
+    assert_close_records([resumed], [whole])
+
+
+def test_finished_run_is_freed_before_next_starts(tmp_path):
+    """A run is a reference cycle, and holds memory of a GPU."""
+    earlier, observer = [], RecordingObserver()
+
+    def begun(training):
+        assert all(reference() is None for reference in earlier)
+        earlier.append(weakref.ref(training))
+
+    observer.begun, observer.ended = begun, lambda _: None
+    gc.disable()
+    try:
+        train(FAST, [FAST.settings("nero", seed=seed) for seed in range(3)], make_data(), Store(tmp_path), observer)
+    finally:
+        gc.enable()
+    assert len(earlier) == 3
+
+
+@pytest.mark.parametrize("where", ["write_files", "finish", "begin"])
+def test_failure_between_steps_saves_all_runs(where, tmp_path, monkeypatch):
+    data, runs = make_data(), [FAST.settings("nero", seed=seed) for seed in range(3)]
+    whole = train(FAST, runs, data, Store(tmp_path / "whole"), RecordingObserver(), side_by_side=2)
+    store, calls = Store(tmp_path / "broken"), []
+    method = getattr(store, where)
+
+    def fail(*arguments):
+        calls.append(None)
+        if len(calls) == (3 if where == "begin" else 1):
+            raise OSError("no room")
+        return method(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, where, fail)
+        with pytest.raises(OSError, match="no room"):
+            train(FAST, runs, data, store, RecordingObserver(), side_by_side=2)
+    suffix = "json" if where == "begin" else "checkpoint"
+    saved = sorted(path.name for path in (tmp_path / "broken/tiny").iterdir())
+    assert saved == [f"nero-lr0.01-seed0.{suffix}", f"nero-lr0.01-seed1.{suffix}"]
+    again = train(FAST, runs, data, store, RecordingObserver(), side_by_side=2)
+    assert [comparable(record) for record in again] == [comparable(record) for record in whole]
+
+
+def test_side_by_side_runs_match_single_runs(tmp_path):
+    data = make_data()
+    runs = [TINY.settings(name, seed=seed, epochs=2) for name in ("nero", "adam") for seed in (0, 1)]
+    alone = train(TINY, runs, data, Store(tmp_path / "alone"), RecordingObserver())
+    together = train(TINY, runs, data, Store(tmp_path / "together"), RecordingObserver(), side_by_side=3)
+    assert_close_records(together, alone)
+    assert [record["side_by_side"] for record in together] == [3, 3, 3, 1]  # the last run was alone
+    assert [record["side_by_side"] for record in alone] == [1, 1, 1, 1]
+
+
+def test_slow_checkpoints_are_written_less_often(tmp_path, monkeypatch):
+    """The pause between checkpoints depends on the time that all runs take to save."""
+    clock, saves = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    class SlowStore(Store):
+        def save(self, _):
+            saves.append(clock[0])
+            clock[0] += 10.0
+
+    observer = RecordingObserver()
+    observer.stepped = lambda _: clock.__setitem__(0, clock[0] + 20.0)
+    runs = [FAST.settings("sgd", seed=seed) for seed in range(4)]
+    train(FAST, runs, make_data(), SlowStore(tmp_path), observer, side_by_side=4)
+    # 36 steps of 20 s, and one round of saves of 40 s: the next round would be due 800 s later
+    assert saves == [80.0, 90.0, 100.0, 110.0]
+
+
+def test_search_follows_protocol_and_skips_done_runs(tmp_path):
+    data, store, observer = make_data(), Store(tmp_path), RecordingObserver()
+
+    def run(settings, more):
+        return train(FAST, settings, data, store, observer, more=more)
+
+    best = search(FAST, ["nero", "sgd"], 3, "float32", run)
+    assert observer.planned == [(4, 0), (6, 2)]
+    assert set(best) == {"nero", "sgd"}
+    assert len(read_records(tmp_path)) == 2 * (2 + 2)
+    assert search(FAST, ["nero", "sgd"], 3, "float32", run) == best
+    assert observer.planned[2:] == [(4, 4), (6, 6)]
+    assert search(FAST, ["nero"], 1, "float32", run, rates=()) == {"nero": 0.01}
+
+
+def test_full_disk_stops_run_and_keeps_checkpoint(tmp_path, monkeypatch):
+    data, settings, store = make_data(), FAST.settings("nero"), Store(tmp_path)
+    checkpoint_every_step(monkeypatch)
+    saves, torch_save = [], torch.save
+
+    def save(state, file):
+        saves.append(state["step"])
+        file.write(b"half")
+        if len(saves) == 3:
+            raise RuntimeError("PytorchStreamWriter failed writing file")
+        torch_save(state, file.seek(0) or file)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(StoreError, match="cannot write"):
+        train(FAST, [settings], data, store, RecordingObserver())
+    monkeypatch.setattr(torch, "save", torch_save)
+    again = RecordingObserver()
+    train(FAST, [settings], data, store, again)
+    assert again.begun_at == [2]
+
+
+def test_bad_checkpoint_raises_before_training(tmp_path):
+    runs = [FAST.settings("sgd", seed=seed) for seed in (0, 1)]
+    store, observer = Store(tmp_path), RecordingObserver()
+    bad = store.path(FAST, runs[1], ".checkpoint")
+    bad.parent.mkdir()
+    bad.write_text("junk")
+    with pytest.raises(StoreError, match=r"seed1.checkpoint cannot be read \(\w+: .*delete it"):
+        train(FAST, runs, make_data(), store, observer)
+    assert observer.begun_at == []
+
+
+@pytest.mark.parametrize(
+    ("where", "resumed_at"),
+    [
+        (None, [5, 4, 4]),  # before the step
+        ("_begin_epoch", [4, 3, 3]),
+        ("_update", [5, 0, 4]),  # within the step: its state is inconsistent, and not saved
+        ("_look", [3, 3, 2]),
+    ],
+)
+def test_error_in_one_run_saves_consistent_runs(where, resumed_at, tmp_path, monkeypatch):
+    data, runs = make_data(), [FAST.settings("sgd", seed=seed) for seed in (0, 1, 2)]
+    whole = train(FAST, runs, data, Store(tmp_path / "whole"), RecordingObserver(), side_by_side=3)
+    method = getattr(Supervised, where or "advance")
+
+    def fail(self, *arguments):
+        if self.settings.seed == 1 and self.steps_done == (3 if where in ("_begin_epoch", "_look") else 4):
+            raise DataError("an image does not decode")
+        return method(self, *arguments)
+
+    store, observer = Store(tmp_path / "broken"), RecordingObserver()
+    with monkeypatch.context() as patch:
+        patch.setattr(Supervised, where or "advance", fail)
+        with pytest.raises(DataError, match="does not decode"):
+            train(FAST, runs, data, store, RecordingObserver(), side_by_side=3)
+    again = train(FAST, runs, data, store, observer, side_by_side=3)
+    assert observer.begun_at == resumed_at
+    assert [comparable(record) for record in again] == [comparable(record) for record in whole]
+
+
+def test_diverged_run_is_recorded(tmp_path):
+    (record,) = train(TINY, [TINY.settings("sgd", 1e30)], make_data(), Store(tmp_path), RecordingObserver())
+    assert record["curve"]["train_loss"][-1] is None
+    assert record["curve"]["train_accuracy"][-1] is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", ["nero", "adam", "madam", "resnet"])
+def test_gpu_runs_resume_and_run_side_by_side(contender, tmp_path):
+    data = make_data().to("cuda")
+    runs = [TINY.settings(contender, seed=seed) for seed in (0, 1, 2)]
+    alone = train(TINY, runs, data, Store(tmp_path / "alone"), RecordingObserver())
+    store, observer = Store(tmp_path / "together"), RecordingObserver()
+    observer.stepped = lambda training: training.steps_done == 4 and signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, runs, data, store, observer, side_by_side=3)
+    together = train(TINY, runs, data, store, RecordingObserver(), side_by_side=3)
+    for one, other in zip(alone, together, strict=True):
+        assert one["curve"]["train_loss"] == pytest.approx(other["curve"]["train_loss"], rel=1e-3)

@@ -43,7 +43,7 @@ class Task:
 
     Args:
         name: as typed on the command line.
-        shows: the figure or table of the paper.
+        shows: the figure or table of the paper; empty if the task is not the paper's.
         title: the claim, in a line.
         dataset: the name of the data set.
         model: makes the network, on the CPU, from torch's generator; told what the data's ``sizes`` say, if anything.

@@ -192,7 +192,10 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     """All records under a folder, by name of task and run, each with its path."""
     if not root.is_dir():
         raise StoreError(f"there is no folder {root}: name by --records the --out of `nero run` or `nero sweep`")
-    return [{**_read(path), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
+    found = [{**_read(path), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
+    for path in sorted(root.glob("*.jsonl")):  # one record per line
+        found += [{**_parse(path, line), "path": str(path)} for line in path.read_text().splitlines()]
+    return found
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -282,12 +285,19 @@ def _identity(task: Task, settings: Settings, device: torch.device) -> dict[str,
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json.loads(path.read_text())
+        return _parse(path, path.read_text())
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} is not a record: {error}") from error
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
         if not isinstance(record, dict) or not {"task", "optimiser", "lr", "seed", "curve"} <= set(record):
             raise ValueError("it is JSON, but no record of a run")
         if not record["curve"] or not all(record["curve"].values()):
             raise ValueError("its curve is not whole")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise StoreError(f"{path} is not a record: {error}") from error
     return record
 

@@ -264,10 +264,10 @@ def _results(study: Study, task: str, contender: str, rate: float) -> str:
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Write a Markdown table, columns of numbers aligned to the right."""
-    rows = [[str(cell) for cell in row] for row in rows]
-    texts = [any(re.match(r"[^\W\d]|`", row[column]) for row in rows) for column in range(len(head))]
+    lines = [[str(cell) for cell in row] for row in rows]
+    texts = [any(re.match(r"[^\W\d]|`", line[column]) for line in lines) for column in range(len(head))]
     rule = ["---" if text else "---:" for text in texts]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (head, rule, *rows))
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (head, rule, *lines))
 
 
 def _two(value: float) -> str:

@@ -26,6 +26,7 @@ bench: $(READY)
 
 paper: $(READY)
 	$(BIN)/nero report --records results --out docs/paper
+	$(BIN)/python -m nero_lab.report.depth
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

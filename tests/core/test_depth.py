@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -950,12 +949,3 @@ def test_a_network_may_run_on_its_own_buffer():
     model = Odd(lambda self, _: self.head(self.body(self.places)))
     model.register_buffer("places", torch.randn(3, 2))
     assert nero.depth_of(model, X) == 5
-
-
-PAGE = Path(__file__).parents[2] / "docs/auto.md"
-
-
-def test_the_pages_code_runs(capsys):
-    code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(), re.DOTALL).groups()
-    exec(code, {})
-    assert capsys.readouterr().out == shown

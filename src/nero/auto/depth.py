@@ -18,7 +18,7 @@ from nero.preserve import copied, keeping
 from nero.roles import roles_of
 
 #: By how much a step may change the whole network, if ``lr="auto"``, and how many times as long a single one may be.
-#: See docs/auto.md.
+#: See docs/guide/auto.md.
 TRUST = 0.1
 LONGEST_STEP = 3.0
 #: What to do where no depth can be had.

@@ -148,7 +148,7 @@ def result(record):
     [
         (task.name, name)
         for task in TASKS.values()
-        if task.loop is None and task.dataset != "imagenet"
+        if task.shows and task.loop is None and task.dataset != "imagenet"
         for name in task.contenders
     ],
 )

@@ -36,9 +36,9 @@ def falling(step: int, steps_an_epoch: int) -> float:
     return 1 - step / (EPOCHS * steps_an_epoch)
 
 
-def normed_mlp(layers: int) -> nn.Sequential:
+def normed_mlp(layers: int, width: int = 784) -> nn.Sequential:
     """Build a perceptron with batch norm, without gains and biases, behind every hidden linear layer."""
-    *hidden, last = mlp(layers)
+    *hidden, last = mlp(layers, width)
     modules: list[nn.Module] = []
     for module in hidden:
         modules.append(module)

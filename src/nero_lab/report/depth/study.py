@@ -20,7 +20,15 @@ CHANCE = 25.0
 
 
 class Network(NamedTuple):
-    """A network of the paper, or a part of one, with its tensors of neurons and the depth counted on seed 0."""
+    """A network of the paper, or a part of one.
+
+    Attributes:
+        name: as the pages call it.
+        task: the task that trains it.
+        part: the submodule of the task's model; empty for all of it.
+        tensors: the number of its tensors of neurons.
+        depth: as counted on seed 0.
+    """
 
     name: str
     task: str
@@ -46,7 +54,7 @@ class Study:
     """Runs of the study and of the paper's suite, by task, contender, rate (or trust) and seed.
 
     Args:
-        records: of both; runs of fewer epochs than their task has are left out.
+        records: records of both; runs with fewer epochs than their task are left out.
         trust: the content of benchmarks/results/trust.json.
     """
 

@@ -1,4 +1,4 @@
-"""The tables of docs/guide/auto.md and docs/studies/depth.md, by the names of their blocks."""
+"""The tables of docs/guide/auto.md and docs/studies/depth.md: one function per table, named like its block."""
 
 import math
 import re

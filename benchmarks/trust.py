@@ -101,9 +101,7 @@ def measure(task: Task, examples: int, folder: Path | None) -> dict[str, Any]:
 def first_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Callable[[float], dict[str, Tensor]]:
     """Return a function of the angle that computes the change of all neurons by Nero's first step."""
     roles = nero.roles_of(model)
-    neurons = {
-        name: parameter for name, parameter in model.named_parameters() if nero.roles_of(model)[name].kind == "neuron"
-    }
+    neurons = {name: parameter for name, parameter in model.named_parameters() if roles[name].kind == "neuron"}
     gradients = torch.autograd.grad(loss(model), list(neurons.values()))
 
     def change(angle: float) -> dict[str, Tensor]:

@@ -1,9 +1,8 @@
-"""How far neurons may turn before the gradients are others: the trust of Definition 4, measured beside the depth.
+"""The angle through which neurons may turn before the gradients change: the trust of Definition 4, measured.
 
-Takes each network of the paper's supervised tasks as it begins, balanced, and a batch of its data; turns all neurons
-by Nero's first step, through angles from 0.0001 to 0.1; and measures by how much of itself each layer's gradient
-changes. Writes benchmarks/results/trust.json, and `trust.py --draw` makes docs/figures/trust.png of it. On two cores
-it takes some minutes.
+For each network of the paper's supervised tasks, balanced and untrained, and one batch of its data: turn all neurons by
+Nero's first step, through angles from 0.0001 to 0.1, and measure the relative change of each layer's gradient. Writes
+benchmarks/results/trust.json and draws docs/figures/trust.png. On two cores it takes some minutes.
 """
 
 import argparse
@@ -12,16 +11,12 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import date
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from rich.console import Console
-from rich.table import Table
 from timing import machine
 from torch import Tensor, nn
 
@@ -29,177 +24,137 @@ import nero
 from nero.theory import relative_change
 from nero_lab.data import load
 from nero_lab.models.dropout import Dropout
-from nero_lab.models.mlp import mlp
 from nero_lab.protocol import Task
-from nero_lab.provenance import commit
-from nero_lab.store import write_atomically
+from nero_lab.store import commit, write_bytes
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 ANGLES = tuple(round(10 ** (exponent / 2), 7) for exponent in range(-8, -1))
-
-
-class Network(NamedTuple):
-    """What is measured: a task's network on so many examples of its data."""
-
-    name: str
-    task: Task
-    examples: int
-
-
-def networks() -> list[Network]:
-    """Perceptrons from 5 layers to 100, and the others of the suite that learn from labels."""
-    perceptrons = [
-        Network(f"perceptron of {count} layers", replace(TASKS["mnist-deep"], model=partial(mlp, count)), 250)
-        for count in (5, 10, 20, 50, 100)
-    ]
-    return [
-        *perceptrons,
-        Network("VGG-11", TASKS["cifar10-vgg11"], 128),
-        Network("ResNet-18", TASKS["cifar10-resnet18"], 32),
-        Network("language model", TASKS["wikitext2"], 20),
-        Network("translator", TASKS["translation"], 64),
-        Network("ResNet-50", TASKS["imagenet"], 32),
-    ]
+#: Name of the network, task that trains it, number of examples in the batch.
+NETWORKS = (
+    *((f"perceptron of {layers} layers", f"perceptron-{layers}", 250) for layers in (5, 10, 20, 50, 100)),
+    ("VGG-11", "cifar10-vgg11", 128),
+    ("ResNet-18", "cifar10-resnet18", 32),
+    ("language model", "wikitext2", 20),
+    ("translator", "translation", 64),
+    ("ResNet-50", "imagenet", 32),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, or draw what was measured, from the command line."""
+    """Measure and draw from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
     parser.add_argument("--images", type=Path, help="folder of classes for ResNet-50; without, it is left out")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="where the JSON is")
-    parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/trust.png", help="where it is drawn")
-    parser.add_argument("--draw", action="store_true", help="draw what was measured, and measure nothing")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of trust.json")
+    parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/trust.png", help="file of the figure")
+    parser.add_argument("--draw", action="store_true", help="draw the record and measure nothing")
     arguments = parser.parse_args(argv)
-    console, path = Console(width=None if sys.stdout.isatty() else 120), arguments.out / "trust.json"
-    if arguments.draw:
-        draw(json.loads(path.read_text())["rows"], arguments.figure)
-        return 0
-    told = {"machine": machine(torch.device("cpu")), "torch": torch.__version__, "commit": commit()}
-    rows: list[dict[str, Any]] = []
-    for network in networks():
-        place = arguments.images if network.task.dataset == "imagenet" else arguments.data
-        if place is None and network.task.dataset == "imagenet":
-            console.print(f"{network.name} left out: it wants --images")
-            continue
-        rows.append(measured(network, place))
-        console.print(f"{network.name}: {rows[-1]['median']}")
-        text = json.dumps({**told, "date": date.today().isoformat(), "angles": ANGLES, "rows": rows}, indent=1) + "\n"
-        write_atomically(path, lambda file, text=text: file.write(text.encode()))  # type: ignore[misc]
-    console.print(table(rows))
+    path = arguments.out / "trust.json"
+    if not arguments.draw:
+        origin = {"machine": machine(torch.device("cpu")), "torch": torch.__version__, "commit": commit()}
+        rows: list[dict[str, Any]] = []
+        for name, task, examples in NETWORKS:
+            folder = arguments.images if task == "imagenet" else arguments.data
+            if task == "imagenet" and folder is None:
+                print(f"{name} is left out: it needs --images")
+                continue
+            rows.append({"network": name, **measure(TASKS[task], examples, folder)})
+            print(f"{name}: {rows[-1]['median']}")
+            record = {**origin, "date": date.today().isoformat(), "angles": ANGLES, "rows": rows}
+            write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+    draw(json.loads(path.read_text())["rows"], arguments.figure)
     return 0
 
 
-def measured(network: Network, place: Path | None) -> dict[str, Any]:
-    """By how much of themselves the layers' gradients change, by angle: the least, the median and the most."""
-    data = load(network.task.dataset, place)
+def measure(task: Task, examples: int, folder: Path | None) -> dict[str, Any]:
+    """Measure the relative change of the layers' gradients: the least, the median and the greatest at each angle."""
+    data = load(task.dataset, folder)
     torch.manual_seed(0)
-    model = nero.balance_(network.task.model(**data.sizes))
-    random = torch.Generator().manual_seed(0)
-    *inputs, labels = next(iter(data.epoch(network.examples, random, network.task.augment)))
+    model = nero.balance_(task.model(**data.sizes))
+    *inputs, labels = next(iter(data.epoch(examples, torch.Generator().manual_seed(0), task.augment)))
     depth = nero.depth_of(model, *inputs)
     for module in model.modules():
         if isinstance(module, Dropout):
-            module.keep = 1.0  # what chance leaves out is not the step's doing
+            module.keep = 1.0  # dropout would change the gradients, too
 
     def loss(model: nn.Module) -> Tensor:
         logits = model(*inputs)
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=network.task.smoothing)
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=task.smoothing)
 
-    steps = first_steps(model, loss)
+    step = first_step(model, loss)
     changes = [
-        [layer.change for layer in relative_change(model, loss, steps(angle)).layers if layer.kind == "neuron"]
+        [layer.change for layer in relative_change(model, loss, step(angle)).layers if layer.kind == "neuron"]
         for angle in ANGLES
     ]
-    median = [statistics.median(each) for each in changes]
+    medians = [statistics.median(layers) for layers in changes]
     return {
-        "network": network.name,
         "layers": len(changes[0]),
         "depth": round(depth, 2),
-        "least": [_short(min(each)) for each in changes],
-        "median": [_short(each) for each in median],
-        "most": [_short(max(each)) for each in changes],
-        "trusted": _short(trusted(median)),
+        "least": [_short(min(layers)) for layers in changes],
+        "median": [_short(median) for median in medians],
+        "most": [_short(max(layers)) for layers in changes],
+        "trusted": _short(trusted_angle(medians)),
     }
 
 
-def first_steps(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Callable[[float], dict[str, Tensor]]:
-    """Nero's first step, as a change of all neurons, by angle."""
-    roles, parameters = nero.roles_of(model), dict(model.named_parameters())
-    turned = {name: parameters[name] for name, role in roles.items() if role.kind == "neuron"}
-    gradients = torch.autograd.grad(loss(model), list(turned.values()))
+def first_step(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Callable[[float], dict[str, Tensor]]:
+    """Return a function of the angle that computes the change of all neurons by Nero's first step."""
+    roles = nero.roles_of(model)
+    neurons = {name: parameter for name, parameter in model.named_parameters() if roles[name].kind == "neuron"}
+    gradients = torch.autograd.grad(loss(model), list(neurons.values()))
 
-    def step(angle: float) -> dict[str, Tensor]:
-        before = {name: parameter.detach().clone() for name, parameter in turned.items()}
+    def change(angle: float) -> dict[str, Tensor]:
+        before = {name: parameter.detach().clone() for name, parameter in neurons.items()}
         optimiser = nero.Nero(nero.param_groups(model), lr=angle)
-        for parameter, gradient in zip(turned.values(), gradients, strict=True):
+        for parameter, gradient in zip(neurons.values(), gradients, strict=True):
             parameter.grad = gradient.clone()
         optimiser.step()
         optimiser.zero_grad()
         with torch.no_grad():
-            change = {name: parameter.detach() - before[name] for name, parameter in turned.items()}
-            for name, parameter in turned.items():
+            changes = {name: parameter.detach() - before[name] for name, parameter in neurons.items()}
+            for name, parameter in neurons.items():
                 parameter.copy_(before[name])
-        return change
+        return changes
 
-    return step
+    return change
 
 
-def trusted(changes: list[float]) -> float:
-    """The angle at which half of the layers have another gradient than before: one that has changed by its length.
+def trusted_angle(changes: list[float]) -> float:
+    """Return the angle at which the gradient of the median layer has changed by its own length.
 
-    It is told from the angles around it, and is not a number if there are none such.
+    The angle is interpolated between those of :data:`ANGLES`; NaN if the change does not pass one within them.
     """
-    for (low, small), (high, large) in zip(
-        zip(ANGLES, changes, strict=True), zip(ANGLES[1:], changes[1:], strict=True), strict=False
-    ):
+    for place in range(len(ANGLES) - 1):
+        small, large = changes[place : place + 2]
         if small < 1 <= large:
             way = math.log(1 / small) / math.log(large / small)
-            return float(low * (high / low) ** way)
+            return float(ANGLES[place] * (ANGLES[place + 1] / ANGLES[place]) ** way)
     return math.nan
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """For a person."""
-    found = Table(box=None, pad_edge=False)
-    for column in ("network", "layers", "depth", '"auto"', "half of the gradients are others at"):
-        found.add_column(column, justify="left" if column == "network" else "right")
-    for row in rows:
-        auto = f"{nero.auto.depth.TRUST / row['depth']:.2g}"
-        found.add_row(row["network"], str(row["layers"]), f"{row['depth']:.1f}", auto, at(row))
-    return found
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draw the change of the median layer by angle: perceptrons on the left, other networks on the right."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-
-def at(row: dict[str, Any]) -> str:
-    """The trusted angle in words, where it may be shorter than all that were tried."""
-    if row["trusted"] is not None:
-        return f"{row['trusted']:.2g}"
-    return f"below {ANGLES[0]:g}" if row["median"][0] >= 1 else f"above {ANGLES[-1]:g}"
-
-
-def draw(rows: list[dict[str, Any]], figure: Path) -> None:
-    """The median layer's change by angle: of perceptrons on the left, of the others on the right."""
-    import matplotlib.pyplot as plt
-
-    plt.switch_backend("agg")
-    picture, sides = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, layout="constrained")
-    alike = [row for row in rows if row["network"].startswith("perceptron")]
-    others = [row for row in rows if row not in alike]
-    for axes, some, title in zip(sides, (alike, others), ("Perceptrons", "Other networks"), strict=True):
-        colours = plt.get_cmap("viridis")
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    sides = figure.subplots(1, 2, sharey=True)
+    perceptrons = [row for row in rows if row["network"].startswith("perceptron")]
+    others = [row for row in rows if row not in perceptrons]
+    for axes, some, title in zip(sides, (perceptrons, others), ("Perceptrons", "Other networks"), strict=True):
         for place, row in enumerate(some):
-            colour = colours(place / max(1, len(some) - 1) * 0.9)
+            colour = colormaps["viridis"](place / max(1, len(some) - 1) * 0.9)
             axes.plot(ANGLES, row["median"], "o-", color=colour, label=row["network"].removeprefix("perceptron of "))
         axes.axhline(1, color="grey", linestyle=":")
         axes.set(xscale="log", yscale="log", xlabel="angle of the first step", ylim=(0.01, 10), title=title)
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=9, loc="lower right")
-    sides[0].set_ylabel("change of the median layer's gradient, of its length")
-    figure.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(figure, dpi=160)
-    plt.close(picture)
+        if some:
+            axes.legend(frameon=False, fontsize=9, loc="lower right")
+    sides[0].set_ylabel("relative change of the median layer's gradient")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
 
 
 def _short(value: float) -> float | None:

@@ -28,7 +28,7 @@ from nero_lab.data import DataError, Dataset, Photos, load
 from nero_lab.protocol import Precision, SettingError, Settings, Task
 from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records
 from nero_lab.sweep import search, train
-from nero_lab.tasks import TASKS, task_named
+from nero_lab.tasks import TASKS, depth, task_named
 
 #: Trains runs and returns their records; the second argument says whether more runs follow.
 RunAll: TypeAlias = Callable[[list[Settings], bool], list[dict[str, Any]]]
@@ -90,11 +90,16 @@ def list_tasks() -> None:
     """List the tasks, what they show, and how long they take."""
     line = "{:23}{:29}{:11}{:11}{}"
     console.print(line.format("TASK", "OF THE PAPER", "DATA", "ON A GPU", "ON A CPU"))
-    for task in TASKS.values():
+    for task in (each for each in TASKS.values() if each.shows):
         times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
         console.print(line.format(task.name, task.shows, task.dataset, *times))
         console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
-    console.print("Times are of a single run in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1.")
+    console.print("Times are of a single run in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1.\n")
+    console.print("Step size by depth (docs/studies/depth.md), on mnist:")
+    names, columns = [task.name for task in depth.TASKS], len(depth.LAYERS)
+    for start in range(0, len(names), columns):
+        console.print("    " + "  ".join(names[start : start + columns]))
+    console.print(f"    --optimiser nero; or {' | '.join(depth.FORMS)}, as for every task above that Nero trains")
 
 
 @app.command()
@@ -113,7 +118,7 @@ def run(
     weights: Annotated[bool, typer.Option("--weights", help="Save the trained weights beside the record.")] = False,
 ) -> None:
     """Train once, or resume an unfinished run with the same settings."""
-    chosen = task_named(task)
+    chosen = task_named(task, optimiser)
     settings = chosen.settings(optimiser or next(iter(chosen.contenders)), lr, seed, epochs, precision)
     with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights) as run_all:
         run_all([settings], False)
@@ -137,7 +142,7 @@ def sweep(
     ] = None,
 ) -> None:
     """Follow the paper's protocol: the grid of learning rates on seed 0, then three seeds at the best."""
-    chosen = task_named(task)
+    chosen = task_named(task, *(optimiser or ()))
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
     accuracy = checked[0].precision
@@ -145,8 +150,10 @@ def sweep(
         best = search(chosen, contenders, seeds, accuracy, run_all, rates=None if grid else (), epochs=epochs)
     for name, rate in best.items():
         papers = chosen.contenders[name].best
-        searched = f"best of the grid is {rate:g}; the paper's is {papers:g}"
-        console.print(f"{name}: {searched if grid and chosen.grid else f'the paper has {papers:g} as its best'}")
+        source = "the paper's is" if chosen.shows else "the default is"
+        searched = f"best of the grid is {rate:g}; {source} {papers:g}"
+        taken = f"the paper has {papers:g} as its best" if chosen.shows else f"{source} {papers:g}"
+        console.print(f"{name}: {searched if grid and chosen.grid else taken}")
 
 
 @app.command()

@@ -43,7 +43,7 @@ class Task:
 
     Args:
         name: the name on the command line.
-        shows: the figure or table of the paper.
+        shows: the figure or table of the paper; empty if the task is not of the paper.
         title: the claim, in one line.
         dataset: the name of the data set.
         model: a factory for the network, on the CPU and from torch's global generator. It gets the data set's

@@ -589,7 +589,11 @@ def test_pages_of_cifar_say_when_the_rate_drops(task: str):
 
 @pytest.mark.parametrize(
     "page",
-    [page.relative_to(ROOT) for where in ("", "docs", "docs/paper") for page in (ROOT / where).glob("*.md")],
+    [
+        page.relative_to(ROOT)
+        for where in ("", "docs", "docs/guide", "docs/paper", "docs/studies")
+        for page in (ROOT / where).glob("*.md")
+    ],
     ids=str,
 )
 def test_links_between_pages_hold(page: Path):

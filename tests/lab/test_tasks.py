@@ -24,7 +24,7 @@ from nero_lab.tasks import TASKS, task_named
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
 
-SUPERVISED = [task for task in TASKS.values() if task.loop is None and task.dataset != "imagenet"]
+SUPERVISED = [task for task in TASKS.values() if task.shows and task.loop is None and task.dataset != "imagenet"]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nero.preserve import copy_inputs, preserved
 from nero.roles import roles_of
 
-#: The defaults of lr="auto" (docs/auto.md): the relative change allowed to the whole network, and the longest step in
+#: The defaults of lr="auto" (docs/guide/auto.md): the relative change allowed to the whole network, and the longest step in
 #: multiples of the angle.
 TRUST = 0.1
 LONGEST_STEP = 3.0

@@ -1,4 +1,4 @@
-"""The optimisers that the paper compares, in the forms in which it ran them, by name."""
+"""The optimisers that the paper compares, by name and as the paper ran them."""
 
 import math
 from collections.abc import Callable
@@ -14,21 +14,12 @@ from nero_lab.baselines.madam import Madam
 
 __all__ = ["OPTIONS", "Lamb", "Madam", "make", "prime"]
 
-BETA = 0.999  # of every running average of squares
+#: β of every running average of squares.
+BETA = 0.999
 
-#: The optimisers' names, each with its options.
+#: The names of the optimisers, each with its options.
 OPTIONS = {
-    "nero": (
-        "fix_mean",
-        "fix_norm",
-        "fixed_scale",
-        "scale",
-        "gain_penalty",
-        "depth",
-        "beta",
-        "longest_step",
-        "unbounded",
-    ),
+    "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta", "longest_step"),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "eps", "balanced"),
@@ -37,25 +28,26 @@ OPTIONS = {
 
 
 def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
-    """An optimiser of the paper for a model, without momentum and weight decay unless asked for.
+    """Make an optimiser of the paper for a model, by default without momentum and weight decay.
+
+    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on.
 
     Args:
         name: ``"nero"``, ``"sgd"``, ``"adam"``, ``"lamb"`` or ``"madam"``.
-        model: whose parameters to train; Nero balances it at once.
-        lr: a number, or a tensor of one element on the model's device.
-        options: for Nero ``fix_mean`` and ``fix_norm`` (by default both), and ``fixed_scale``, the
-            authors' form: a neuron's step is relative to the mean norm of its tensor when the
-            optimiser is made; ``scale``, what the steps of gains and biases are relative to (σ_b), ``gain_penalty``,
-            which pulls gains to one, ``depth``, which the rate is divided by, ``beta`` (0.999, as the paper's),
-            ``longest_step`` (none) and ``unbounded``, to whom it does not apply: to the words that are ``"read"``
-            (tables of nn.Embedding), or to all ``"words"``, those that are said too (the neurons of an nn.Linear that
-            has as many).
-            For SGD ``momentum`` and ``weight_decay`` (of all parameters), and ``clip``: the gradient of all weights
-            together is shortened to this norm, if it is longer. For Adam and LAMB ``beta1`` (0 by default) and ``eps``
-            (1e-8 and 1e-6). For all but Nero ``balanced``: hold the neurons to both constraints from the first step on.
+        model: the model to train; Nero balances it at once.
+        lr: a float, or a tensor of one element on the model's device.
+        options: options of the optimiser.
+
+            - Nero: ``fix_mean`` and ``fix_norm`` (both by default). ``fixed_scale``, the authors' form: the steps of a
+              neuron are relative to the mean norm of its tensor at construction. ``scale``, σ_b of gains and biases.
+              ``gain_penalty``, which pulls gains to one. ``depth``, which divides the rate. ``beta`` and
+              ``longest_step``, as of :class:`nero.Nero`.
+            - SGD: ``momentum``, ``weight_decay`` (of all parameters) and ``clip``, the greatest norm of the gradient of
+              all parameters together.
+            - Adam and LAMB: ``beta1`` (0 by default) and ``eps`` (1e-8 and 1e-6).
 
     Raises:
-        ValueError: an unknown name or option, or a value that makes no sense.
+        ValueError: an unknown name or option, or an invalid value.
 
     Example:
         >>> optimiser = make("lamb", nn.Linear(8, 4), lr=0.01, beta1=0.9)
@@ -63,12 +55,12 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         'Lamb'
     """
     if name not in OPTIONS:
-        raise ValueError(f"no optimiser is called {name!r}: use one of {', '.join(OPTIONS)}")
+        raise ValueError(f"unknown optimiser {name!r}: use one of {', '.join(OPTIONS)}")
     if unknown := sorted(set(options) - set(OPTIONS[name])):
         raise ValueError(f"{name} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS[name])}")
     for switch in ("balanced", "fix_mean", "fix_norm", "fixed_scale"):
         if not isinstance(options.get(switch, False), bool):
-            raise ValueError(f"{switch} must be True or False, but it is {options[switch]!r}")
+            raise ValueError(f"{switch} must be True or False, got {options[switch]!r}")
     if name == "nero":
         return _nero(model, lr, **options)
     balanced = options.pop("balanced", False)
@@ -80,18 +72,17 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
 
 @torch.no_grad()
 def prime(optimiser: torch.optim.Optimizer) -> None:
-    """Make the state that an optimiser of torch makes at its first step, so that a graph need not.
+    """Create the state that an optimiser of torch creates at its first step.
 
-    A graph that captures the first step would make the state anew at every replay. Weights,
-    gradients and learning rates are not touched, and hooks do not run. An optimiser that has
-    state, or that keeps none, is left alone.
+    A CUDA graph that captured the first step would create the state anew at every replay. Weights, gradients and
+    learning rates stay as they are, and hooks do not run. An optimiser that has state, or needs none, is left alone.
 
     Args:
-        optimiser: of :func:`make`, before its first step.
+        optimiser: one from :func:`make`, before its first step.
     """
     if optimiser.state:
         return
-    # stand-ins at zero take the step, and their state is handed on
+    # stand-ins of zeros take the step and hand on their state
     stand_ins = {
         parameter: torch.zeros_like(parameter, requires_grad=True)
         for group in optimiser.param_groups
@@ -100,8 +91,8 @@ def prime(optimiser: torch.optim.Optimizer) -> None:
     }
     for stand_in in stand_ins.values():
         stand_in.grad = torch.zeros_like(stand_in)
-    again: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimiser)
-    twin = again(
+    rebuild: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] = type(optimiser)
+    twin = rebuild(
         [
             {**group, "params": [stand_ins[each] for each in group["params"] if each in stand_ins]}
             for group in optimiser.param_groups
@@ -125,13 +116,8 @@ def _nero(
     depth: float | Literal["auto"] = 1.0,
     beta: float = BETA,
     longest_step: float = math.inf,
-    unbounded: Literal["read", "words"] | None = None,
 ) -> nero.Nero:
     groups = _at_fixed_scale(model, fix_mean, fix_norm) if fixed_scale else nero.param_groups(model)
-    if unbounded is not None:
-        if unbounded not in ("read", "words"):
-            raise ValueError(f"unbounded must be 'read', 'words' or None, but it is {unbounded!r}")
-        groups = _with_free_words(groups, model, said=unbounded == "words")
     for group in groups:
         if scale is not None and group["role"] != "neuron":
             group["scale"] = scale
@@ -152,39 +138,21 @@ def _nero(
     return optimiser
 
 
-def _with_free_words(groups: list[dict[str, Any]], model: nn.Module, *, said: bool) -> list[dict[str, Any]]:
-    """The groups, with words in some of their own, whose steps have no bound: those that are read, or all."""
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    sizes = {each.num_embeddings for each in tables}
-    last = [each for each in model.modules() if isinstance(each, nn.Linear) and each.out_features in sizes]
-    words = {id(each.weight) for each in (*tables, *(last if said else ()))}
-    if not words:
-        raise ValueError("there are no words in this model: it has no nn.Embedding")
-    if words - {id(parameter) for group in groups for _, parameter in group["params"]}:
-        raise ValueError("words can be unbounded where they are parameters, and not made by a parametrization")
-    return [
-        {**group, "params": members, **bound}
-        for group in groups
-        for free, bound in ((False, {}), (True, {"longest_step": math.inf}))
-        if (members := [each for each in group["params"] if (id(each[1]) in words) == free])
-    ]
-
-
 @torch.no_grad()
 def _at_fixed_scale(model: nn.Module, fix_mean: bool, fix_norm: bool) -> list[dict[str, Any]]:
-    """Groups for Nero in which the step of every tensor of neurons has one scale, for good."""
+    """Return groups for Nero in which every tensor of neurons has one fixed scale."""
     nero.balance_(model, fix_mean=fix_mean, fix_norm=fix_norm)
     roles = nero.roles_of(model)
     groups = []
     for group in nero.param_groups(model):
         if group["role"] != "neuron" or fix_norm:
-            # balanced neurons have norm one; gains and biases have a fixed scale of their own
+            # balanced neurons have norm one; gains and biases keep their own scale
             groups.append({**group, "scale": 1.0} if group["role"] == "neuron" else group)
             continue
         for name, parameter in group["params"]:
             role = roles[name]
             norms = torch.linalg.vector_norm(role.view(parameter), dim=role.axes)
-            scale = norms.mean().item() or 0.01  # what the authors take for zero
+            scale = norms.mean().item() or 0.01  # the authors' stand-in for zero
             groups.append({**group, "params": [(name, parameter)], "scale": scale})
     return groups
 
@@ -202,16 +170,16 @@ def _sgd(
     if clip is not None:
         check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
 
-        def shorten(*_: Any) -> None:
+        def clip_gradient(*_: Any) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
 
-        optimiser.register_step_pre_hook(shorten)
+        optimiser.register_step_pre_hook(clip_gradient)
     return optimiser
 
 
 def _adam(model: nn.Module, lr: float | Tensor, beta1: float = 0.0, eps: float = 1e-8) -> torch.optim.Optimizer:
     check_number("eps", eps, "finite and positive, like 1e-8", lambda x: 0 < x < math.inf)
-    # capturable changes nothing in a fused step, but torch lets no other be captured
+    # capturable changes nothing in a fused step, but torch captures no other in a CUDA graph
     return torch.optim.Adam(model.parameters(), lr=lr, betas=(beta1, BETA), eps=eps, fused=True, capturable=True)
 
 

@@ -1,4 +1,4 @@
-"""What LAMB and Madam share: state that is there from the start, and a step over all tensors at once."""
+"""The base of LAMB and Madam: state that exists from the start, and steps over all tensors at once."""
 
 import copy
 import math
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 
 class Batched(torch.optim.Optimizer):
-    """An optimiser whose step never waits for the device, and can be captured in a CUDA graph at once.
+    """An optimiser whose step never waits for the device, so that a CUDA graph can capture the first one.
 
-    A subclass says what its options must be (:meth:`check`), what it remembers of a parameter
-    (:meth:`start`), and how tensors of one device and dtype are stepped (:meth:`update`).
+    A subclass checks its options (:meth:`check`), creates the state of a parameter (:meth:`start`), and steps tensors
+    of one device and dtype (:meth:`update`).
     """
 
     def check(self, options: dict[str, Any]) -> None:
-        """Raise a ValueError if an option of a group makes no sense."""
+        """Raise a ValueError if an option of a group is invalid."""
         raise NotImplementedError
 
     def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        """The state of a parameter before its first step."""
+        """Return the state of a parameter before its first step."""
         raise NotImplementedError
 
     def update(
@@ -34,7 +34,7 @@ class Batched(torch.optim.Optimizer):
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose state is made here: a graph would make it anew at every replay."""
+        """Add parameters and create their state, which a CUDA graph would create anew at every replay."""
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -69,38 +69,38 @@ class Batched(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, which stays as it is: torch's own would go on writing into it."""
+        """Load a copy of what :meth:`state_dict` gave; torch would go on writing into the original."""
         super().load_state_dict(copy.deepcopy(state_dict))
         for parameter, state in self.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"the state {name} is shaped {tuple(value.shape)}, and its parameter {tuple(parameter.shape)}: "
-                        "load what an optimiser of the same model left"
+                        f"{name} of shape {tuple(value.shape)} does not fit a parameter of shape "
+                        f"{tuple(parameter.shape)}: load the state of an optimiser of the same model"
                     )
 
 
 def check_number(name: str, value: object, what: str, good: Callable[[float], bool]) -> None:
-    """Raise if an option is no number, or none that will do."""
+    """Raise if an option is not a real number, or an invalid one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not good(float(value)):
-        raise ValueError(f"{name} must be {what}, but it is {value!r}")
+        raise ValueError(f"{name} must be {what}, got {value!r}")
 
 
 def check_lr(lr: object) -> None:
-    """Raise if a learning rate is neither a number that makes sense nor a tensor of one."""
+    """Raise if a learning rate is neither a valid number nor a tensor of one."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"lr as a tensor must have one element, but it is shaped {tuple(lr.shape)}")
+        raise ValueError(f"lr as a tensor must have one element, got shape {tuple(lr.shape)}")
     value = lr.item() if isinstance(lr, Tensor) else lr
     check_number("lr", value, "finite and not negative, like 0.01", lambda x: 0 <= x < math.inf)
 
 
 def check_beta(name: str, beta: object) -> None:
-    """Raise if what an average keeps in a step is no share of it."""
+    """Raise if the decay of a running average is not in [0, 1)."""
     check_number(name, beta, "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
 
 
 def kernels_work(device: torch.device) -> bool:
-    """Whether there are kernels to step with there; a compiler fuses the plain step instead."""
+    """Tell whether Triton's kernels run on the device. Under torch.compile the plain step is fused instead."""
     return not torch.compiler.is_compiling() and _launches(device)
 
 
@@ -115,26 +115,26 @@ def _launches(device: torch.device) -> bool:
             some = torch.zeros(16, device=device)
             kernels.madam[(1,)](some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16)
     except torch.OutOfMemoryError:
-        raise  # which says nothing of Triton
-    except Exception:  # not installed, no compiler for its launcher, a GPU that it does not know, ...
+        raise  # Triton may still work
+    except Exception:  # not installed, no C compiler, an unknown GPU, ...
         return False
     return True
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Where Triton, which launches on the current device, launches on this one."""
+    """Make the device current: Triton launches on the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def alike(*tensors: Tensor) -> bool:
-    """Whether the entries of all lie in the same order, without gaps, none over another: so kernels take them."""
-    first, entries = tensors[0], 1
+    """Tell whether all tensors lie in memory alike, without gaps or overlaps, as the kernels need."""
+    first, elements = tensors[0], 1
     for stride, size in sorted(zip(first.stride(), first.shape, strict=True)):
-        if size > 1 and stride != entries:
+        if size > 1 and stride != elements:
             return False
-        entries *= size
-    # the kernels count in int32, and look a little beyond the end
-    return 0 < entries < 2**31 - 2**21 and all(
+        elements *= size
+    # the kernels index in int32 and look a little beyond the end
+    return 0 < elements < 2**31 - 2**21 and all(
         type(each) in (Tensor, nn.Parameter)
         and each.dtype == torch.float32
         and each.shape == first.shape

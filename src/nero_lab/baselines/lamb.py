@@ -1,7 +1,7 @@
 """LAMB: each tensor steps in Adam's direction, relative to its own norm."""
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -9,12 +9,14 @@ from torch.optim.optimizer import ParamsT
 
 from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work, on
 
-#: No weight counts for more than this in the trust ratio.
-LARGEST_NORM = 10.0
-#: From so many weights on a tensor is worth two launches of its own.
-LARGE = 1 << 19
-#: Programs of the kernel that looks at a tensor, and the weights that one holds at a time.
+#: The greatest norm of a tensor that the trust ratio counts.
+MAX_NORM = 10.0
+#: Tensors with fewer elements are stepped together, without kernels of their own.
+MIN_KERNEL_ELEMENTS = 1 << 19
+#: Programs of lamb_look, and elements that a program holds at a time.
 PROGRAMS, BLOCK = 1024, 1024
+#: A weight with its gradient and its state.
+Member: TypeAlias = tuple[Tensor, Tensor, dict[str, Any]]
 
 
 class Lamb(Batched):
@@ -28,17 +30,17 @@ class Lamb(Batched):
         u = m \big/ (\sqrt v + \epsilon) \\
         w &\leftarrow w - \eta \, \frac{\min(\|w\|, 10)}{\|u\|} \, u
 
-    with the ratio replaced by one where either norm is zero. That of ``pytorch_optimizer`` (4.1) is not used: by
-    default it corrects for bias on the host, it adds ε to the norm of u, and it makes its state at the first step only.
+    with the ratio replaced by one where either norm is zero. LAMB of ``pytorch_optimizer`` (4.1) is not used: by
+    default it corrects for bias on the host, it adds ε to the norm of u, and it creates its state at the first step.
 
     Args:
         params: parameters, named parameters or groups.
-        lr: η, a number, or a tensor of one element on the parameters' device.
-        betas: how much of the running averages of g and g² is kept in a step.
+        lr: η, a float, or a tensor of one element on the parameters' device.
+        betas: the decay of the running averages of g and g².
         eps: ε.
 
     Raises:
-        ValueError: an option that makes no sense.
+        ValueError: an invalid option.
 
     Example:
         >>> layer = torch.nn.Linear(8, 4)
@@ -63,7 +65,7 @@ class Lamb(Batched):
         check_lr(options["lr"])
         betas = options["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ValueError(f"betas must be two numbers, like (0.9, 0.999), but it is {betas!r}")
+            raise ValueError(f"betas must be two numbers, like (0.9, 0.999), got {betas!r}")
         check_beta("betas[0]", betas[0])
         check_beta("betas[1]", betas[1])
         check_number("eps", options["eps"], "finite and positive, like 1e-6", lambda x: 0 < x < math.inf)
@@ -75,54 +77,63 @@ class Lamb(Batched):
     def update(
         self, options: dict[str, Any], weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
-        if kernels_work(weights[0].device):
-            every = list(zip(weights, grads, states, strict=True))
-            large = [each for each in every if each[0].numel() >= LARGE and alike(*each[:2], *each[2].values())]
-            if large:
-                with on(weights[0].device):
-                    _by_kernels(options, large)
-                every = [each for each in every if all(each[0] is not other[0] for other in large)]
-                if not every:
-                    return
-                weights, grads, states = (list(column) for column in zip(*every, strict=True))
-        beta1, beta2 = options["betas"]
-        averages = [state["exp_avg"] for state in states]
-        squares = [state["exp_avg_sq"] for state in states]
-        torch._foreach_lerp_(averages, grads, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
-        roots = torch._foreach_sqrt(squares)
-        torch._foreach_add_(roots, options["eps"])
-        updates = torch._foreach_div(averages, roots)
-        rates = _rates(options, torch.stack(torch._foreach_norm(weights)), torch.stack(torch._foreach_norm(updates)))
-        torch._foreach_addcmul_(weights, updates, rates.unbind(), value=-1)
+        device, kernels = weights[0].device, kernels_work(weights[0].device)
+        large: list[Member] = []
+        small: list[Member] = []
+        for member in zip(weights, grads, states, strict=True):
+            (large if kernels and _is_large(*member) else small).append(member)
+        if large:
+            with on(device):
+                _step_by_kernels(options, large)
+        if small:
+            _step_together(options, small)
 
 
-def _rates(options: dict[str, Any], sizes: Tensor, lengths: Tensor) -> Tensor:
-    """What the updates are multiplied by, from the norms of tensors and of their updates."""
-    sizes = sizes.clamp(max=LARGEST_NORM)
-    trust = torch.where((sizes > 0) & (lengths > 0), sizes / lengths, 1.0)
+def _is_large(weight: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
+    return weight.numel() >= MIN_KERNEL_ELEMENTS and alike(weight, grad, *state.values())
+
+
+def _step_together(options: dict[str, Any], members: list[Member]) -> None:
+    """Step any tensors of one device and dtype by operations over all of them."""
+    beta1, beta2 = options["betas"]
+    weights, grads, states = (list(column) for column in zip(*members, strict=True))
+    averages = [state["exp_avg"] for state in states]
+    squares = [state["exp_avg_sq"] for state in states]
+    torch._foreach_lerp_(averages, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, value=1 - beta2)
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_add_(roots, options["eps"])
+    updates = torch._foreach_div(averages, roots)
+    rates = _rates(options, torch.stack(torch._foreach_norm(weights)), torch.stack(torch._foreach_norm(updates)))
+    torch._foreach_addcmul_(weights, updates, rates.unbind(), value=-1)
+
+
+def _rates(options: dict[str, Any], weight_norms: Tensor, update_norms: Tensor) -> Tensor:
+    """Return the factors of the updates, from the norms of tensors and of their updates."""
+    weight_norms = weight_norms.clamp(max=MAX_NORM)
+    trust = torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
     lr = options["lr"]
     return trust * (lr.reshape(()) if isinstance(lr, Tensor) else lr)
 
 
-def _by_kernels(options: dict[str, Any], each: list[tuple[Tensor, Tensor, dict[str, Any]]]) -> None:
-    """The step of large tensors in two passes, where the other way makes nine."""
+def _step_by_kernels(options: dict[str, Any], large: list[Member]) -> None:
+    """Step large tensors in two passes each; :func:`_step_together` makes nine."""
     from nero_lab.baselines import kernels
 
     (beta1, beta2), eps = options["betas"], options["eps"]
-    sums = torch.empty(len(each), PROGRAMS, 2, device=each[0][0].device)
-    for (weight, grad, state), parts in zip(each, sums.unbind(), strict=True):
+    sums = torch.empty(len(large), PROGRAMS, 2, device=large[0][0].device)
+    for (weight, grad, state), parts in zip(large, sums.unbind(), strict=True):
         averages = state["exp_avg"], state["exp_avg_sq"]
         betas = beta1, 1 - beta1, beta2, 1 - beta2
         kernels.lamb_look[(PROGRAMS,)](
             weight, grad, *averages, parts, weight.numel(), *betas, eps, PROGRAMS=PROGRAMS, BLOCK=BLOCK
         )
-    sizes, lengths = sums.sum(1).sqrt().unbind(1)
-    rates = _rates(options, sizes, lengths).to(torch.float32)
-    for (weight, _, state), rate in zip(each, rates.unbind(), strict=True):
+    weight_norms, update_norms = sums.sum(1).sqrt().unbind(1)
+    rates = _rates(options, weight_norms, update_norms).to(torch.float32)
+    for (weight, _, state), rate in zip(large, rates.unbind(), strict=True):
         count = weight.numel()
         kernels.lamb_move[(-(-count // BLOCK),)](
             weight, state["exp_avg"], state["exp_avg_sq"], rate, count, eps, BLOCK=BLOCK
         )
-    torch.autograd.graph.increment_version([weight for weight, _, _ in each])  # which torch has not seen change
+    torch.autograd.graph.increment_version([weight for weight, _, _ in large])  # torch did not see the kernels write

@@ -1,4 +1,4 @@
-"""Madam: every weight is multiplied, and so moves by a share of itself."""
+"""Madam: every weight is multiplied by a factor, and so changes relative to itself."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work, on
 
-#: Weights to a program of the kernel.
+#: Weights that a program of the kernel steps.
 BLOCK = 1024
 
 
@@ -24,17 +24,17 @@ class Madam(Batched):
         w &\leftarrow w \exp(-\eta \operatorname{sign}(w) \, n)
 
     with 0/0 = 0, and is then held to at most ``p_scale`` times the root mean square that its tensor
-    had when the optimiser was made. A weight at zero stays there.
+    had at construction. A weight at zero stays there.
 
     Args:
         params: parameters, named parameters or groups.
-        lr: η, a number, or a tensor of one element on the parameters' device.
-        beta: β, how much of the running average of g² is kept in a step.
+        lr: η, a float, or a tensor of one element on the parameters' device.
+        beta: β, the decay of the running average of g².
         clip: c, the largest normalised gradient.
-        p_scale: how large a weight may be, relative to its tensor's first root mean square.
+        p_scale: the greatest weight, relative to its tensor's root mean square at construction.
 
     Raises:
-        ValueError: an option that makes no sense.
+        ValueError: an invalid option.
 
     Example:
         >>> layer = torch.nn.Linear(8, 4)
@@ -54,7 +54,7 @@ class Madam(Batched):
         clip: float = 10.0,
         p_scale: float = 3.0,
     ) -> None:
-        # by the last of these torch knows that "step" belongs on the device, when it loads a checkpoint
+        # capturable: torch keeps "step" on the device when it loads a checkpoint
         super().__init__(params, {"lr": lr, "beta": beta, "clip": clip, "p_scale": p_scale, "capturable": True})
 
     def check(self, options: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class Madam(Batched):
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            "limit": options["p_scale"] * rms,  # a number: as a tensor it could bound one weight at a time only
+            "limit": options["p_scale"] * rms,  # a float: torch._foreach_clamp_max_ broadcasts no tensor
         }
 
     def update(
@@ -82,7 +82,7 @@ class Madam(Batched):
         steps = [state["step"] for state in states]
         limits = [state["limit"] for state in states]
         torch._foreach_add_(steps, 1)
-        # 1 - β^t by expm1: the subtraction would cost float32 three digits at the first step
+        # expm1: at the first step the subtraction 1 - β^t would cost float32 three digits
         decay = math.log(beta) if beta else -math.inf
         corrections = torch.expm1(torch.stack(steps).to(dtype) * decay).neg().sqrt()
         if kernels_work(device) and all(map(alike, weights, grads, squares)):
@@ -90,13 +90,13 @@ class Madam(Batched):
             with on(device):
                 for each in zip(weights, grads, squares, corrections.unbind(), limits, strict=True):
                     _launch(*each, rate, beta, clip)
-            torch.autograd.graph.increment_version(weights)  # which torch has not seen change
+            torch.autograd.graph.increment_version(weights)  # torch did not see the kernel write
             return
 
         torch._foreach_mul_(squares, beta)
         torch._foreach_addcmul_(squares, grads, grads, value=1 - beta)
         roots = torch._foreach_sqrt(squares)
-        torch._foreach_clamp_min_(roots, torch.finfo(dtype).tiny)  # below any root but zero: 0/0 = 0
+        torch._foreach_clamp_min_(roots, torch.finfo(dtype).tiny)  # smaller than any root but zero, so that 0/0 = 0
         turns = torch._foreach_div(grads, roots)
         torch._foreach_mul_(turns, corrections.unbind())
         torch._foreach_clamp_max_(turns, clip)
@@ -120,7 +120,7 @@ def _launch(
     beta: float,
     clip: float,
 ) -> None:
-    """The step of one tensor in one pass, where the above makes twenty."""
+    """Step one tensor in one pass; the plain step makes twenty."""
     from nero_lab.baselines import kernels
 
     count, tiny = weight.numel(), torch.finfo(weight.dtype).tiny

@@ -1,40 +1,25 @@
-"""The paper's experiments, each a small file that reads like the appendix's paragraph."""
+"""The tasks of the lab by name: the paper's experiments, then the study of step size by depth."""
 
 from nero_lab.protocol import SettingError, Task
-from nero_lab.tasks.paper import (
-    cgan,
-    cifar10_ablation,
-    cifar10_granularity,
-    cifar10_resnet18,
-    cifar10_vgg11,
-    imagenet,
-    mnist_deep,
-    mnist_reparameterised,
-    pong,
-    translation,
-    wikitext2,
-)
+from nero_lab.tasks import depth, paper
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        mnist_deep.task,
-        mnist_reparameterised.task,
-        cifar10_vgg11.task,
-        cifar10_resnet18.task,
-        cifar10_ablation.task,
-        cifar10_granularity.task,
-        wikitext2.task,
-        translation.task,
-        pong.task,
-        cgan.task,
-        imagenet.task,
-    )
-}
+TASKS: dict[str, Task] = {task.name: task for task in (*paper.TASKS, *depth.TASKS)}
 
 
-def task_named(name: str) -> Task:
-    """The task of that name."""
+def task_named(name: str, *optimisers: str) -> Task:
+    """Return the task of that name, with contenders to match the optimisers asked for.
+
+    Args:
+        name: a key of :data:`TASKS`.
+        *optimisers: if these are forms of ``lr="auto"``, the task comes with these forms as its contenders and with
+            their grid (:func:`nero_lab.tasks.depth.by_depth`). Otherwise it comes as it is.
+    """
     if name not in TASKS:
         raise SettingError(f"there is no task {name!r}: take one of {', '.join(TASKS)}")
-    return TASKS[name]
+    if depth.FORMS.keys().isdisjoint(optimisers):
+        return TASKS[name]
+    if others := sorted(set(optimisers) - depth.FORMS.keys()):
+        raise SettingError(
+            f"the grid of {', '.join(depth.FORMS)} holds trusts instead of rates: sweep {', '.join(others)} apart"
+        )
+    return depth.by_depth(TASKS[name])

@@ -1,4 +1,4 @@
-"""What the paper's CIFAR-10 experiments have in common.
+"""Settings shared by the paper's CIFAR-10 experiments.
 
 Batches of 128; a random crop of the image padded by 4, a flip, a rotation of up to 15°; 5 epochs of linear
 warm-up, step by step, then the learning rate times 0.2 at epochs 100, 150 and 180, of 199 in all.

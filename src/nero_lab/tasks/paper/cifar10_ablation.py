@@ -12,7 +12,7 @@ FINE_GRID = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1)
 
 
 def nero(fix_mean: bool, fix_norm: bool, best: float) -> Contender:
-    """Nero with some of its constraints."""
+    """Return Nero with the given constraints."""
     return Contender("nero", best, {"fix_mean": fix_mean, "fix_norm": fix_norm, "fixed_scale": True})
 
 

@@ -1,8 +1,8 @@
 """ResNet-50 on ImageNet, or on a stand-in: any folder of classes.
 
 90 epochs in batches of 400: one of linear warm-up, step by step, then 89 of cosine annealing. SGD has momentum 0.9,
-and weight decay 0.0001 of all parameters or none. Nero tuned has σ_b = 1 and gains that a quadratic penalty pulls to
-one. The paper names no grid here, and does not say how strong the penalty was.
+and weight decay 0.0001 of all parameters or none. Tuned, Nero has σ_b = 1 and a quadratic penalty that pulls gains to
+one. The paper gives neither a grid nor the strength of the penalty.
 """
 
 from torch import nn
@@ -12,12 +12,12 @@ from nero_lab.data import Dataset, Photos
 from nero_lab.models.resnet import resnet50
 from nero_lab.protocol import Contender, Task, warm_up_then_cosine
 
-#: λ of λ/2 (gain - 1)². The paper leaves it open; this one is chosen here, and not tuned.
+#: λ of λ/2 (gain - 1)². The paper does not give it; this value is ours, not tuned.
 PENALTY = 0.001
 
 
-def looked_at(model: nn.Module, data: Dataset) -> dict[str, float]:  # noqa: ARG001
-    """What a result depends on besides its settings: classes, the side of the crops, the shares of a batch."""
+def count_data(model: nn.Module, data: Dataset) -> dict[str, float]:  # noqa: ARG001
+    """Return what a result depends on besides its settings: classes, side of the crops, processes."""
     assert isinstance(data, Photos)
     return {"classes": len(data.classes), "crop": data.crop, "processes": distributed.world_size()}
 
@@ -40,7 +40,7 @@ task = Task(
     batch=400,
     schedule=warm_up_then_cosine(1, 90),
     metric="test_accuracy",
-    verdict=looked_at,
+    verdict=count_data,
     several=True,
     seconds=(None, None),
     side_by_side=1,

@@ -1,4 +1,4 @@
-"""The rival way to balance: 5 layers whose weights are seen through Eq. (cwn).
+"""The rival way to balance: 5 layers with weights reparameterised by Eq. (cwn).
 
 The raw weights start as N(0, σ²) with σ = 1 or 100; Adam (β₁ = 0.9) at 0.01 trains them for 5 epochs in
 batches of 250, without decay. The network is the same function for every σ; its training is not.

@@ -2,9 +2,9 @@
 
 8 games are played for 128 steps at a time, which are then learned from in 4 passes of 4 minibatches, for 5 million
 steps in all; the learning rate falls linearly to zero, and its start is tuned over {0.0001, 0.001, 0.01, 0.1, 1}. Every
-optimiser's gradient is shortened to a norm of 0.5. What the paper does not say is as in the code that it followed
-(Kostrikov's): 32 channels of the third convolution, advantages normalised within a round. LAMB learns only with
-momentum, which the paper found and shows.
+optimiser's gradient is clipped to a norm of 0.5. Where the paper is silent, the settings are those of the code that
+it followed (Kostrikov's): 32 channels of the third convolution, advantages normalised within a round. LAMB learns only
+with momentum, as the paper found.
 """
 
 from functools import partial
@@ -14,12 +14,12 @@ from nero_lab.loops.ppo import PPO
 from nero_lab.models.actor_critic import ActorCritic
 from nero_lab.protocol import Contender, Task
 
-#: Of 80 rounds of 1024 steps each: 4,997,120 in all.
+#: Each of 80 rounds of 1024 steps: 4,997,120 steps in all.
 EPOCHS = 61
 
 
 def fall(step: int, steps_an_epoch: int) -> float:
-    """A rate that falls linearly to zero in the end."""
+    """Return the factor of a rate that falls linearly to zero."""
     return 1 - step / (EPOCHS * steps_an_epoch)
 
 

@@ -3,7 +3,7 @@
 The paper says WMT16 En-De; what its authors ran is Multi30k, German to English. 100 epochs in batches of 128
 sentences, the learning rate rising linearly, epoch by epoch, to the 50th and falling to zero in the 100th; its peak is
 tuned over {0.0001, 0.001, 0.01, 0.1, 1}. Labels are smoothed by 0.1, and the loss is summed over words. The authors
-add places to words as they are; Nero is run with words scaled as well, which the transformer's inventors do.
+add positions to embeddings as they are. Nero is also run with scaled embeddings, as in the first transformer.
 """
 
 from functools import partial
@@ -17,10 +17,10 @@ from nero_lab.protocol import Contender, Task, rise_and_fall
 
 
 def bleu(model: nn.Module, data: Dataset) -> dict[str, float]:
-    """BLEU of the test sentences, tokenised as they are, with the likeliest word written after the likeliest."""
+    """Compute BLEU on the test sentences, as tokenised, by greedy decoding; nothing without sacrebleu."""
     assert isinstance(model, Translator)
     assert isinstance(data, Pairs)
-    if find_spec("sacrebleu") is None:  # a run does not end in vain for want of it
+    if find_spec("sacrebleu") is None:
         return {}
     import sacrebleu
 

@@ -2,7 +2,7 @@
 #   make demo    train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test    format, lint, types, arrows, all tests
 #   make bench   time Nero beside other optimisers, on a GPU if there is one, and draw it
-#   make paper   draw the paper's figures and fill its tables in docs/paper from the committed records
+#   make paper   draw the paper's figures and fill its tables in docs/paper and README.md from the committed records
 #   make figures train the networks of docs/figures/watch.png and gains.png anew, and draw them
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,6 +26,7 @@ bench: $(READY)
 
 paper: $(READY)
 	$(BIN)/nero report --records results --out docs/paper
+	$(BIN)/python -m nero_lab.report results README.md
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

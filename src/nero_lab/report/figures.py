@@ -3,6 +3,7 @@
 Ours are solid, the published ones dashed or hollow. Every optimiser has one colour and marker in all figures.
 """
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,15 @@ from nero_lab.report.labels import draw_key, label_ends, note_if_empty
 from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.published import Measure, Published, all_published
 from nero_lab.report.runs import Runs
-from nero_lab.report.scales import mark_above_frame, set_distance_scale, set_log_scale, show_per_cent, style_axes
-from nero_lab.store import write_whole
+from nero_lab.report.scales import (
+    PEAK_MARKER,
+    mark_above_frame,
+    set_distance_scale,
+    set_log_scale,
+    show_per_cent,
+    style_axes,
+)
+from nero_lab.store import write_bytes
 
 DPI = 200
 #: The share of ones, the most frequent digit in MNIST's training set.
@@ -55,7 +63,9 @@ def draw(task: str, runs: Runs) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG on white; the same figure gives the same bytes."""
     options: dict[str, Any] = {"format": "png", "dpi": DPI, "facecolor": "white", "metadata": {"Software": None}}
-    write_whole(path, lambda file: figure.savefig(file, **options))
+    png = io.BytesIO()
+    figure.savefig(png, **options)
+    write_bytes(path, png.getvalue())
 
 
 def _draw_deep(facts: Published, runs: Runs) -> Figure:
@@ -149,7 +159,7 @@ def _draw_errors(facts: Published, runs: Runs) -> Figure:
     if not facts.stored_curves and facts.is_comparable:
         draw_paper_strip(panels[1], entries, facts)
     label_ends(panels[1], entries, facts)
-    mark = Line2D([], [], color=GREY, linewidth=0, marker=6, markersize=5, label="peak above the frame")
+    mark = Line2D([], [], color=GREY, linewidth=0, marker=PEAK_MARKER, markersize=4.5, label="peak above the frame")
     draw_key(figure, entries, facts, marks=[mark] if is_marked else [])
     return figure
 

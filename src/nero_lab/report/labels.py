@@ -32,8 +32,11 @@ def label_ends(axes: Axes, entries: list[Entry], facts: Published) -> None:
             axes.plot([1.0, 1.03], [end, height], linewidth=0.8, **options)
         face = colour if entry.runs else "white"
         axes.plot([1.03], [height], marker=marker, markersize=6, markerfacecolor=face, **options)
-        weight = "bold" if entry.is_highlighted and entry.runs else "normal"
-        axes.text(1.055, height, _label(entry, facts), va="center", fontsize=9.5, fontweight=weight, **options)
+        axes.annotate(
+            _label(entry, facts), (1.03, height), xytext=(7, 0), xycoords="axes fraction", textcoords="offset points",
+            va="center", fontsize=9.5, fontweight="bold" if entry.is_highlighted and entry.runs else "normal",
+            color=colour, annotation_clip=False,
+        )  # fmt: skip
 
 
 def spread_labels(wanted: Sequence[float], gap: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MultipleLocator, NullLocator
@@ -11,6 +12,10 @@ from nero_lab.report.published import Measure, Published
 
 #: The smallest error on a logarithmic axis, in per cent.
 MIN_ERROR = 0.005
+#: Perplexities are shown from the first epoch if the highest is at most this many times the lowest.
+MAX_RANGE = 50
+#: A triangle whose base lies on the point: matplotlib's CARETUPBASE.
+PEAK_MARKER: Literal[10] = 10
 
 
 def set_log_scale(axes: Axes, entries: list[Entry], measure: Measure, facts: Published) -> None:
@@ -64,7 +69,7 @@ def mark_above_frame(axes: Axes, entries: list[Entry], measure: Measure, facts: 
             if peaks := _peaks_above(values, top):
                 is_marked = True
                 axes.plot(
-                    peaks, [1.0] * len(peaks), linestyle="", marker=6, markersize=5, markerfacecolor=face,
+                    peaks, [1.0] * len(peaks), linestyle="", marker=PEAK_MARKER, markersize=4.5, markerfacecolor=face,
                     color=entry.style.colour, transform=axes.get_xaxis_transform(), clip_on=False, zorder=5,
                 )  # fmt: skip
     return is_marked
@@ -84,7 +89,7 @@ def show_plain_numbers(axes: Axes) -> None:
 def style_axes(axes: Axes, x_label: str, title: str) -> None:
     """Set the title, the label and the grid of a panel."""
     axes.set_xlabel(x_label, fontsize=9.5)
-    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_title(title, fontsize=10, loc="left", pad=8)
     axes.tick_params(labelsize=9)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -104,7 +109,8 @@ def _limits(entries: list[Entry], measure: Measure, facts: Published) -> tuple[f
         return bottom, 100.0
     ends = [end for entry in entries if entry.runs and (end := entry.means(measure)[-1]) < math.inf]
     if not is_error:
-        return bottom, min(1.1 * max(measured + published), 2.5 * max(ends + published))
+        highest = 1.1 * max(measured + published)
+        return bottom, highest if highest < MAX_RANGE * bottom else min(highest, 2.5 * max(ends + published))
     top = 3.5 * max(ends + published)
     return bottom, min(100.0, max(top, 1.1 * _later_peak(entries, measure, top)))
 

@@ -112,12 +112,6 @@ def test_the_readme_quotes_the_benchmarks_record(device: str, line: Callable[[di
     assert {"step", "growth", "end-to-end"} <= set(record)
 
 
-def test_the_readme_has_the_papers_table_as_the_records_make_it():
-    pages = (ROOT / "docs/paper/README.md").read_text()
-    (table,) = re.findall(r"<!-- table: table-1 -->\n\n((?:\|[^\n]+\|\n)+)", pages)
-    assert table in README
-
-
 def test_the_gans_page_quotes_the_check_of_its_measure():
     record = json.loads((ROOT / "benchmarks/results/distances.json").read_text())
     (found,) = record["from training images to"].values()

@@ -171,7 +171,7 @@ def _draw_distances(facts: Published, runs: Runs) -> Figure:
     for axes, (measure, images) in zip(panels, measures.items(), strict=True):
         for place, entry in enumerate(entries):
             draw_curve(axes, entry, measure, place, len(entries))
-        style_axes(axes, "epoch", f"Fréchet distance to {images} images")
+        style_axes(axes, "epoch", f"Fréchet distance to {images} images (not FID)")
     values = [value for measure in measures for value in all_values(entries, measure)]
     set_distance_scale(panels, values, facts.epochs)
     note_if_empty(panels[0], entries)

@@ -1,5 +1,6 @@
 """Pages: a report fills the marked blocks, leaves other text alone, and names files that it cannot use."""
 
+import json
 import random
 import re
 import shutil
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from report_samples import EPOCHS, RESULTS, ROOT, make_all_records
+from report_samples import EPOCHS, RESULTS, ROOT, cells, make_all_records
 
 from nero_lab.report import report
 from nero_lab.report.__main__ import main
@@ -125,6 +126,17 @@ def test_committed_readme_has_table_1_of_the_records(tmp_path: Path):
     assert "<!-- table: table1 -->" in readme.read_text()
     main(RESULTS, readme)
     assert readme.read_text() == (ROOT / "README.md").read_text(), "README.md is old: run `make paper`"
+
+
+def test_readme_times_are_those_of_the_record():
+    rows = json.loads((ROOT / "benchmarks/results/suite-cuda.json").read_text())["rows"]
+    seconds: dict[str, list[float]] = {}
+    for row in rows:
+        if row.get("side_by_side") == 1:
+            seconds.setdefault(row["task"], []).append(row["seconds_in_full"])
+    (table,) = re.findall(r"\| task \| float32 \| TF32 \|\n((?:\|[^\n]+\|\n)+)", (PAGES / "README.md").read_text())
+    found = {task: [float(value) for value in times] for task, *times in cells(f"| task |\n{table}")}
+    assert found == {task: pytest.approx(times, abs=0.5) for task, times in seconds.items()}
 
 
 @pytest.mark.parametrize("task", EPOCHS)

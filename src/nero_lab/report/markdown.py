@@ -62,9 +62,9 @@ def over_seeds(values: Sequence[float], *, has_diverged: bool = False) -> str:
 
 def seeds_note(count: int) -> str:
     """Return " (1 seed)" and the like, or nothing for the paper's number of seeds."""
-    return "" if count == PAPER_SEEDS else f" ({counted(count, 'seed')})"
+    return "" if count == PAPER_SEEDS else f" ({plural(count, 'seed')})"
 
 
-def counted(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """Format a count with its noun in the right number."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

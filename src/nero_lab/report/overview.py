@@ -1,6 +1,6 @@
 """Tables over all tasks: what was run, the paper's Table 1, and the experiments outside it."""
 
-from nero_lab.report.markdown import DIVERGED, counted, number, render_table, seeds_note, with_spread
+from nero_lab.report.markdown import DIVERGED, number, plural, render_table, seeds_note, with_spread
 from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.published import Published, PublishedRow, all_published
 from nero_lab.report.runs import Runs, mean_and_spread
@@ -78,13 +78,13 @@ def _coverage(facts: Published, runs: Runs) -> str:
     counted_runs = [run for by_seed in by_row.values() for run in by_seed.values()]
     if not counted_runs:
         short = runs.count_short(facts.task)
-        return f"{NOT_RUN} for all {facts.epochs} epochs ({counted(short, 'short record')})" if short else NOT_RUN
+        return f"{NOT_RUN} for all {facts.epochs} epochs ({plural(short, 'short record')})" if short else NOT_RUN
     names: dict[int, list[str]] = {}
     for row, by_seed in by_row.items():
         names.setdefault(len(by_seed), []).append(display_name(row.optimiser))
     missing = names.pop(0, [])
     most, *fewer = sorted(names, reverse=True)
-    seeds = counted(most, "seed")
+    seeds = plural(most, "seed")
     parts = [f"{seeds} of {', '.join(names[most])}", *(f"{count} of {', '.join(names[count])}" for count in fewer)]
     if not fewer and not missing:
         parts = [f"{seeds} each"]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from nero_lab.report.markdown import (
     DIVERGED,
     PAPER_SEEDS,
-    counted,
     number,
     over_seeds,
+    plural,
     render_table,
     signed,
     with_spread,
@@ -128,7 +128,7 @@ def runs_table(facts: Published, runs: Runs) -> str:
     found = runs.full(facts.task)
     notes = [PROCESS_NOTE] if found else []
     if short := runs.count_short(facts.task):
-        notes.append(f"Left out, with fewer than {facts.epochs} epochs: {counted(short, 'record')}.")
+        notes.append(f"Left out, with fewer than {facts.epochs} epochs: {plural(short, 'record')}.")
     extra = _extra_columns(facts, found)
     measures = _measures(facts)
     lines = [

@@ -1,210 +1,224 @@
-"""The figures of the pages: ours in full, the paper's beside it, one colour an optimiser throughout.
+"""Figures of the pages: our curves beside the published ones.
 
-Ours is solid, with its seeds as thin lines or their range as a band, and a marker for those who print in grey; what is
-published is dashed or hollow. Names stand at the ends of the curves, and no legend covers data.
+Ours are solid, the published ones dashed or hollow. Every optimiser has one colour and marker in all figures.
 """
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
 
 from nero_lab.report.drawing import (
-    DASH,
+    DASH_PT,
     GREY,
-    LOOKS,
-    SMALL,
+    SMALL_PT,
+    STYLES,
     Entry,
-    canvas,
+    all_values,
     draw_curve,
-    draw_gutter,
-    draw_key,
+    draw_paper_strip,
     draw_stored,
-    dress,
-    entry_of,
-    label_ends,
-    log_error,
-    per_cent,
-    say_if_empty,
-    values_of,
+    make_entry,
+    make_panels,
 )
+from nero_lab.report.labels import draw_key, label_ends, note_if_empty
+from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.published import Measure, Published, all_published
-from nero_lab.report.runs import Runs, called, name_of
-from nero_lab.store import write_atomically
+from nero_lab.report.runs import Runs
+from nero_lab.report.scales import (
+    PEAK_MARKER,
+    mark_above_frame,
+    set_distance_scale,
+    set_log_scale,
+    show_per_cent,
+    style_axes,
+)
+from nero_lab.store import write_bytes
 
-#: Ones, the commonest digit that MNIST trains on.
-CHANCE = 100 * 6742 / 60000
+DPI = 200
+#: The share of ones, the most frequent digit in MNIST's training set.
+CHANCE_PER_CENT = 100 * 6742 / 60000
+CONSTRAINT_LABELS = {"nero-both": "both", "nero-norm": "norm only", "nero-mean": "mean only", "nero-neither": "neither"}
 
 
 def draw(task: str, runs: Runs) -> Figure:
-    """The figure of a task; a contender that was not run shows what is published of it, and says so."""
+    """Draw the figure of a task; a contender without runs is marked as not run."""
     facts = all_published()[task]
     drawings: dict[str, Callable[[Published, Runs], Figure]] = {
-        "mnist-deep": _deep,
-        "mnist-reparameterised": _reparameterised,
-        "cifar10-granularity": _granularity,
-        "cgan": _distances,
-        "pong": _rewards,
+        "mnist-deep": _draw_deep,
+        "mnist-reparameterised": _draw_reparameterised,
+        "cifar10-granularity": _draw_granularity,
+        "cgan": _draw_distances,
+        "pong": _draw_rewards,
     }
-    return drawings.get(task, _errors)(facts, runs)
+    return drawings.get(task, _draw_errors)(facts, runs)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write it as a PNG that is the same for the same figure, on white whatever it is looked at on."""
-    options: dict[str, Any] = {"format": "png", "dpi": 200, "facecolor": "white", "metadata": {"Software": None}}
-    write_atomically(path, lambda file: figure.savefig(file, **options))
+    """Write a figure as a PNG on white; the same figure gives the same bytes."""
+    options: dict[str, Any] = {"format": "png", "dpi": DPI, "facecolor": "white", "metadata": {"Software": None}}
+    png = io.BytesIO()
+    figure.savefig(png, **options)
+    write_bytes(path, png.getvalue())
 
 
-def _deep(facts: Published, runs: Runs) -> Figure:
-    figure, (curves, rates) = canvas(10, 4.6, columns=(5, 3.4))
-    entries = [entry_of(row, runs) for row in facts.finals]
+def _draw_deep(facts: Published, runs: Runs) -> Figure:
+    figure, (curves, rates) = make_panels(10, 4.6, columns=(5, 3.4))
+    entries = [make_entry(row, runs) for row in facts.rows]
     for axes in (curves, rates):
-        axes.axhline(CHANCE, color=GREY, linestyle=(0, (1, 2)), linewidth=1, zorder=1)
+        axes.axhline(CHANCE_PER_CENT, color=GREY, linestyle=(0, (1, 2)), linewidth=1, zorder=1)
         axes.set_ylim(0, 102)
     for place, entry in enumerate(entries):
-        draw_curve(curves, entry, "train_accuracy", place, len(entries), each=True)
-        draw_stored(curves, entry, facts, phase=DASH * (place % 2))
-    curves.text(0.5, CHANCE - 3, "chance", color=GREY, va="top", fontsize=SMALL)
+        draw_curve(curves, entry, "train_accuracy", place, len(entries), show_seeds=True)
+        draw_stored(curves, entry, facts, phase=DASH_PT * (place % 2))
+    curves.text(0.5, CHANCE_PER_CENT - 3, "chance", color=GREY, va="top", fontsize=SMALL_PT)
     curves.set_xlim(0, 1.01 * facts.epochs)
     label_ends(curves, entries, facts)
-    dress(curves, "epoch", "Train accuracy, each at the authors' best rate")
-
-    tried, diverged = sorted({cell.rate for cell in facts.search}), False
-    for place, entry in enumerate(entries):
-        # side by side, since most of them meet at chance
-        aside = 10 ** (0.14 * (place - (len(entries) - 1) / 2))
-        cells = [cell for cell in facts.search if cell.optimiser == entry.row.optimiser]
-        rates.plot(
-            [aside * cell.rate for cell in cells], [cell.ends["train_accuracy"] for cell in cells],
-            linestyle="", marker=entry.look.marker, markersize=9, markerfacecolor="none", color=entry.look.colour,
-        )  # fmt: skip
-        ours = {rate: run for rate in tried if (run := runs.at(entry.row, rate).get(0))}
-        rates.plot(
-            [aside * rate for rate in ours], [run.final("train_accuracy") for run in ours.values()],
-            linestyle="-", linewidth=0.7, marker=entry.look.marker, markersize=5, color=entry.look.colour,
-            zorder=4 if entry.bold else 3,
-        )  # fmt: skip
-        lost = {rate: run for rate, run in ours.items() if run.diverged}
-        diverged |= bool(lost)
-        rates.plot(
-            [aside * rate for rate in lost], [run.final("train_accuracy") for run in lost.values()],
-            linestyle="", marker="x", markersize=9, markeredgewidth=1.6, color="black", zorder=5,
-        )  # fmt: skip
-    rates.set_xscale("log")
-    rates.set_xticks(tried, [f"{rate:g}" for rate in tried])
-    rates.xaxis.set_minor_locator(NullLocator())
-    dress(rates, "learning rate (points set apart)", "Seed 0 at every rate, last epoch")
-    per_cent(curves, rates)
-    draw_key(figure, entries, facts, each=True, diverged=diverged)
+    style_axes(curves, "epoch", "Train accuracy, each at the authors' best rate")
+    has_diverged = _draw_search(rates, entries, facts, runs)
+    show_per_cent(curves, rates)
+    mark = Line2D([], [], color="black", linewidth=0, marker="x", markeredgewidth=1.6, label="diverged")
+    draw_key(figure, entries, facts, show_seeds=True, marks=[mark] if has_diverged else [])
     return figure
 
 
-def _reparameterised(facts: Published, runs: Runs) -> Figure:
-    figure, (axes,) = canvas(6.6, 4.4)
-    entries = [entry_of(row, runs) for row in facts.finals]
+def _draw_search(axes: Axes, entries: list[Entry], facts: Published, runs: Runs) -> bool:
+    """Draw seed 0 at every rate beside the authors' search; return True if a run diverged."""
+    tried, has_diverged = sorted({cell.rate for cell in facts.search}), False
+    for place, entry in enumerate(entries):
+        # shifted, because most points lie at chance
+        shift = 10 ** (0.14 * (place - (len(entries) - 1) / 2))
+        colour, marker = entry.style
+        cells = [cell for cell in facts.search if cell.optimiser == entry.row.optimiser]
+        axes.plot(
+            [shift * cell.rate for cell in cells], [cell.ends["train_accuracy"] for cell in cells],
+            linestyle="", marker=marker, markersize=9, markerfacecolor="none", color=colour,
+        )  # fmt: skip
+        ours = {rate: run for rate in tried if (run := runs.counted(entry.row, rate).get(0))}
+        axes.plot(
+            [shift * rate for rate in ours], [run.final("train_accuracy") for run in ours.values()],
+            linewidth=0.7, marker=marker, markersize=5, color=colour, zorder=3 + entry.is_highlighted,
+        )  # fmt: skip
+        diverged = {rate: run for rate, run in ours.items() if run.has_diverged}
+        has_diverged |= bool(diverged)
+        axes.plot(
+            [shift * rate for rate in diverged], [run.final("train_accuracy") for run in diverged.values()],
+            linestyle="", marker="x", markersize=9, markeredgewidth=1.6, color="black", zorder=5,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xticks(tried, [f"{rate:g}" for rate in tried])
+    axes.xaxis.set_minor_locator(NullLocator())
+    style_axes(axes, "learning rate (points shifted apart)", "Seed 0 at every rate, last epoch")
+    return has_diverged
+
+
+def _draw_reparameterised(facts: Published, runs: Runs) -> Figure:
+    figure, (axes,) = make_panels(6.6, 4.4)
+    entries = [make_entry(row, runs) for row in facts.rows]
     for place, entry in enumerate(entries):
         draw_curve(axes, entry, "train_accuracy", place, facts.epochs)
-        draw_stored(axes, entry, facts, marked=True)
+        draw_stored(axes, entry, facts, has_markers=True)
     axes.set_xticks(range(1, facts.epochs + 1))
     axes.set_xlim(0.85, facts.epochs + 0.06)
-    lowest = min(*values_of(entries, "train_accuracy"), *(value for curve in facts.curves for value in curve.values))
+    stored = [value for curve in facts.stored_curves for value in curve.values]
+    lowest = min(*all_values(entries, "train_accuracy"), *stored)
     axes.set_ylim(max(0, 10 * math.floor(lowest / 10 - 0.2)), 101.5)
     label_ends(axes, entries, facts)
-    dress(axes, "epoch", "Train accuracy under reparameterisation, Adam at 0.01")
-    per_cent(axes)
+    style_axes(axes, "epoch", "Train accuracy under reparameterisation, Adam at 0.01")
+    show_per_cent(axes)
     draw_key(figure, entries, facts)
     return figure
 
 
-def _errors(facts: Published, runs: Runs) -> Figure:
-    figure, panels = canvas(10, 4.6, columns=(1, 1.12))
-    short = {"nero-both": "both", "nero-norm": "norm only", "nero-mean": "mean only", "nero-neither": "neither"}
-    entries = [entry_of(row, runs, short.get(row.optimiser)) for row in facts.finals]
+def _draw_errors(facts: Published, runs: Runs) -> Figure:
+    """Draw errors or perplexities: training on the left, the claim on the right."""
+    figure, panels = make_panels(10, 4.6, columns=(1, 1.12))
+    entries = [make_entry(row, runs, CONSTRAINT_LABELS.get(row.optimiser)) for row in facts.rows]
     measures: dict[Measure, str] = {"train_error": "Train error", "test_error": "Test error"}
     if facts.measure == "valid_perplexity":
         measures = {"train_perplexity": "Train perplexity", "valid_perplexity": "Validation perplexity"}
-    for axes, (measure, words) in zip(panels, measures.items(), strict=True):
+    is_marked = False
+    for axes, (measure, title) in zip(panels, measures.items(), strict=True):
         for place, entry in enumerate(entries):
             draw_curve(axes, entry, measure, place, len(entries))
-            if facts.curves and measure == facts.measure:
+            if facts.stored_curves and measure == facts.measure:
                 draw_stored(axes, entry, facts)
-        log_error(axes, entries, measure, facts)
-        name = runs.stand_in(facts.task)
-        words += ", by Nero's constraints" if entries[0].name in short.values() else ""
-        words += f" on {called(name).partition(' (')[0]}" if name else ""
-        dress(axes, "epoch", words)
-    say_if_empty(panels[0], entries)
-    if not facts.curves and facts.comparable:
-        draw_gutter(panels[1], entries, facts)
+        set_log_scale(axes, entries, measure, facts)
+        is_marked |= mark_above_frame(axes, entries, measure, facts)
+        stand_in = runs.stand_in(facts.task)
+        title += ", by Nero's constraints" if facts.task == "cifar10-ablation" else ""
+        title += f" on {dataset_name(stand_in).partition(' (')[0]}" if stand_in else ""
+        style_axes(axes, "epoch", title)
+    note_if_empty(panels[0], entries)
+    if not facts.stored_curves and facts.is_comparable:
+        draw_paper_strip(panels[1], entries, facts)
+    label_ends(panels[1], entries, facts)
+    mark = Line2D([], [], color=GREY, linewidth=0, marker=PEAK_MARKER, markersize=4.5, label="peak above the frame")
+    draw_key(figure, entries, facts, marks=[mark] if is_marked else [])
+    return figure
+
+
+def _draw_distances(facts: Published, runs: Runs) -> Figure:
+    figure, panels = make_panels(10, 4.6, columns=(1, 1))
+    entries = [make_entry(row, runs) for row in facts.rows]
+    measures: dict[Measure, str] = {"train_distance": "training", "test_distance": "test"}
+    for axes, (measure, images) in zip(panels, measures.items(), strict=True):
+        for place, entry in enumerate(entries):
+            draw_curve(axes, entry, measure, place, len(entries))
+        style_axes(axes, "epoch", f"Fréchet distance to {images} images (not FID)")
+    values = [value for measure in measures for value in all_values(entries, measure)]
+    set_distance_scale(panels, values, facts.epochs)
+    note_if_empty(panels[0], entries)
     label_ends(panels[1], entries, facts)
     draw_key(figure, entries, facts)
     return figure
 
 
-def _distances(facts: Published, runs: Runs) -> Figure:
-    figure, (axes,) = canvas(7.2, 4.6)
-    entries = [entry_of(row, runs) for row in facts.finals]
+def _draw_rewards(facts: Published, runs: Runs) -> Figure:
+    figure, (axes,) = make_panels(9, 4.6)
+    entries = [make_entry(row, runs) for row in facts.rows]
     for place, entry in enumerate(entries):
-        draw_curve(axes, entry, "test_distance", place, len(entries))
-    axes.set_xlim(0, 1.02 * facts.epochs)
-    taken = [value for value in values_of(entries, "test_distance") if value > 0]
-    if taken:
-        axes.set_yscale("log")
-        axes.set_ylim(0.9 * min(taken), 1.1 * max(taken))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    else:
-        axes.set_yticks([])
-    say_if_empty(axes, entries)
-    label_ends(axes, entries, facts)
-    dress(axes, "epoch", "Fréchet distance of made images to test images, by EfficientNet-Lite0")
-    draw_key(figure, entries, facts)
-    return figure
-
-
-def _rewards(facts: Published, runs: Runs) -> Figure:
-    figure, (axes,) = canvas(9, 4.6)
-    entries = [entry_of(row, runs) for row in facts.finals]
-    for place, entry in enumerate(entries):
-        draw_curve(axes, entry, "reward", place, len(entries), each=True)
+        draw_curve(axes, entry, "reward", place, len(entries), show_seeds=True)
     axes.set_ylim(-22, 25)
     axes.set_yticks([-21, -10, 0, 10, 21])
-    say_if_empty(axes, entries)
-    draw_gutter(axes, entries, facts)
-    steps = range(6)  # in millions, of the 5 that an experiment has
-    axes.set_xticks([facts.epochs * step / 5 for step in steps], [f"{step} M" for step in steps])
+    note_if_empty(axes, entries)
+    draw_paper_strip(axes, entries, facts)
+    millions = range(6)  # a run has 5 million steps
+    axes.set_xticks([facts.epochs * step / 5 for step in millions], [f"{step} M" for step in millions])
     label_ends(axes, entries, facts)
-    dress(axes, "steps of the game", "Mean return of the last 100 episodes")
-    draw_key(figure, entries, facts, each=True)
+    style_axes(axes, "steps of the game", "Mean return of the last 100 episodes")
+    draw_key(figure, entries, facts, show_seeds=True)
     return figure
 
 
-def _granularity(facts: Published, runs: Runs) -> Figure:
-    figure, panels = canvas(7.4, 7.4, rows=2)
-    free = [row for row in facts.finals if not row.optimiser.endswith(("-balanced", "-both"))]
-    held = [row for row in facts.finals if row not in free]
-    both: list[list[Entry]] = []
-    for axes, rows, title in zip(panels, (free, held), ("without", "with"), strict=True):
+def _draw_granularity(facts: Published, runs: Runs) -> Figure:
+    figure, panels = make_panels(7.4, 7.4, rows=2)
+    free = [row for row in facts.rows if not row.optimiser.endswith(("-balanced", "-both"))]
+    balanced = [row for row in facts.rows if row not in free]
+    units = {"madam": "synapse", "nero": "neuron", "lamb": "layer"}
+    by_panel: list[list[Entry]] = []
+    for axes, rows, title in zip(panels, (free, balanced), ("without", "with"), strict=True):
         names = [row.optimiser.partition("-")[0] for row in rows]
-        kinds = {"madam": "synapse", "nero": "neuron", "lamb": "layer"}
         entries = [
-            Entry(row, LOOKS[name], f"{name_of(name)}, per {kinds[name]}", list(runs.at(row).values()))
+            Entry(row, STYLES[name], f"{display_name(name)}, per {units[name]}", list(runs.counted(row).values()))
             for row, name in zip(rows, names, strict=True)
         ]
         for place, entry in enumerate(entries):
             draw_curve(axes, entry, "test_error", place, len(entries))
-        log_error(axes, entries, "test_error", facts)
-        dress(axes, "epoch", f"Test error, {title} the constraints")
-        both.append(entries)
+        set_log_scale(axes, entries, "test_error", facts)
+        style_axes(axes, "epoch", f"Test error, {title} the constraints")
+        by_panel.append(entries)
     low, high = min(axes.get_ylim()[0] for axes in panels), max(axes.get_ylim()[1] for axes in panels)
-    for axes, entries in zip(panels, both, strict=True):
+    for axes, entries in zip(panels, by_panel, strict=True):
         axes.set_ylim(low, high)
-        say_if_empty(axes, entries)
-        draw_gutter(axes, entries, facts)
+        note_if_empty(axes, entries)
+        draw_paper_strip(axes, entries, facts)
         label_ends(axes, entries, facts)
-    draw_key(figure, [entry for entries in both for entry in entries], facts)
+    draw_key(figure, [entry for entries in by_panel for entry in entries], facts)
     return figure

@@ -1,4 +1,4 @@
-"""What the paper printed and its authors stored, to set our runs beside; published.json has it, with its sources."""
+"""Numbers that the paper prints or that its authors stored, read from ``published.json``."""
 
 import json
 import math
@@ -15,11 +15,15 @@ Measure: TypeAlias = Literal[
 ]  # fmt: skip
 
 
-class Final(NamedTuple):
-    """A row of the paper's: a contender at its best rate, in the last epoch, in per cent where it is a share.
+class PublishedRow(NamedTuple):
+    """A contender at its best learning rate, in the last epoch.
 
-    Where the paper prints no number, its mean and spread are not numbers either. ``task`` is the one whose runs the row
-    is of: Nero's rows of cifar10-granularity are runs of cifar10-ablation.
+    Attributes:
+        task: the task whose runs belong to the row. Nero's rows of cifar10-granularity are runs of cifar10-ablation.
+        optimiser: the contender's name.
+        rate: the learning rate.
+        mean: over seeds, accuracies and errors in per cent; NaN if nothing is published.
+        spread: the population standard deviation over seeds; NaN if nothing is published.
     """
 
     task: str
@@ -29,10 +33,14 @@ class Final(NamedTuple):
     spread: float
 
 
-class Cell(NamedTuple):
-    """A cell of the authors' search on seed 0: what is known of its last epoch, shares in per cent.
+class SearchCell(NamedTuple):
+    """A run of the authors' learning-rate search on seed 0.
 
-    ``epochs`` is where its log ends, if that is before the last.
+    Attributes:
+        optimiser: the contender's name.
+        rate: the learning rate.
+        ends: the last known value of each measure, accuracies in per cent.
+        epochs: the epoch where the authors' log ends, if that is before the last one.
     """
 
     optimiser: str
@@ -41,8 +49,8 @@ class Cell(NamedTuple):
     epochs: int | None = None
 
 
-class Curve(NamedTuple):
-    """A stored run: the task's measure by epoch, in per cent where it is a share."""
+class StoredCurve(NamedTuple):
+    """A stored run of the authors: the task's measure in every epoch, accuracies in per cent."""
 
     optimiser: str
     rate: float
@@ -52,112 +60,105 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class Published:
-    """All there is to compare a task with.
+    """Everything published about a task.
 
     Attributes:
-        task: its name.
-        where: the place in the paper.
-        shows: the claim, in a line.
-        whose: "paper" where its tables are all there is, "authors" where their stored runs are compared with.
-        source: where the numbers come from.
-        epochs: how long the authors trained.
-        measure: what the claim is measured by.
-        finals: the rows of the claim.
-        headline: the contenders of the rows that tell the claim in short.
-        curves: stored runs, if any.
-        search: the search for the best rate, if stored.
-        row: what the task is called in Table 1, if it is there.
-        printed: the mean and spread in Table 1, by contender, where the rows have others.
-        other: what the paper's numbers are of, where that is not what ours are of.
+        task: the task's name.
+        reference: the section, table and figure of the paper.
+        claim: the paper's claim in one line.
+        origin: "paper" if the rows are printed there, "authors" if they come from the authors' stored runs.
+        source: a sentence on where the numbers come from.
+        epochs: the number of epochs that the authors trained.
+        measure: the measure that decides the claim.
+        rows: one row per contender.
+        stored_curves: the authors' stored runs, if any.
+        search: the authors' learning-rate search, if stored.
+        table1_name: the task's name in Table 1, or None if it is not in Table 1.
+        table1_values: mean and spread in Table 1 by contender, where they differ from the rows.
+        paper_measure: the measure of the published numbers if it differs from ours, else empty.
     """
 
     task: str
-    where: str
-    shows: str
-    whose: Literal["paper", "authors"]
+    reference: str
+    claim: str
+    origin: Literal["paper", "authors"]
     source: str
     epochs: int
     measure: Measure
-    finals: tuple[Final, ...]
-    headline: tuple[Final, ...]
-    curves: tuple[Curve, ...]
-    search: tuple[Cell, ...]
-    row: str | None = None
-    printed: dict[str, tuple[float, float]] = field(default_factory=dict)
-    other: str = ""
+    rows: tuple[PublishedRow, ...]
+    stored_curves: tuple[StoredCurve, ...]
+    search: tuple[SearchCell, ...]
+    table1_name: str | None = None
+    table1_values: dict[str, tuple[float, float]] = field(default_factory=dict)
+    paper_measure: str = ""
 
     @property
-    def comparable(self) -> bool:
-        """Whether the paper's numbers are of the same thing as ours."""
-        return not self.other
+    def is_comparable(self) -> bool:
+        """True if the published numbers measure the same quantity as ours."""
+        return not self.paper_measure
 
-    def curves_of(self, optimiser: str) -> list[tuple[float, ...]]:
-        """The stored curves of a contender, one a seed."""
-        return [curve.values for curve in self.curves if curve.optimiser == optimiser]
+    def stored_values(self, optimiser: str) -> list[tuple[float, ...]]:
+        """Return a contender's stored curves, one per seed."""
+        return [curve.values for curve in self.stored_curves if curve.optimiser == optimiser]
 
 
 @cache
 def all_published() -> dict[str, Published]:
-    """Every task with what is published of it, in the order of the pages."""
+    """Return what is published about every task, in the order of the pages."""
     text = resources.files(__package__).joinpath("published.json").read_text(encoding="utf-8")
-    return {task: _read(task, facts) for task, facts in json.loads(text).items()}
+    return {task: _parse(task, facts) for task, facts in json.loads(text).items()}
 
 
-def _read(task: str, facts: dict[str, Any]) -> Published:
+def _parse(task: str, facts: dict[str, Any]) -> Published:
     measure = cast(Measure, facts["measure"])
     curves = tuple(
-        Curve(run["optimiser"], run["lr"], run["seed"], tuple(_value(measure, value) for value in run[measure]))
+        StoredCurve(run["optimiser"], run["lr"], run["seed"], tuple(_value(measure, value) for value in run[measure]))
         for run in facts.get("runs", ())
     )
-    search = tuple(
-        Cell(
-            cell["optimiser"], cell["lr"], {name: _value(name, cell[name]) for name in _known(cell)}, cell.get("epochs")
-        )
-        for cell in facts.get("search", ())
-    )
-    finals = tuple(
-        Final(
-            row.get("task", task), row["optimiser"], row["lr"], row.get("mean", math.nan), row.get("spread", math.nan)
-        )
-        for row in facts.get("finals", ())
-    )
-    named = {row.optimiser for row in finals}
-    finals = (*(row for row in _finals(task, curves) if row.optimiser not in named), *finals)
+    rows = tuple(_parse_row(task, row) for row in facts.get("rows", ()))
+    named = {row.optimiser for row in rows}
+    rows = (*(row for row in _rows_from_curves(task, curves) if row.optimiser not in named), *rows)
     return Published(
         task=task,
-        where=facts["where"],
-        shows=facts["shows"],
-        whose=facts["whose"],
+        reference=facts["reference"],
+        claim=facts["claim"],
+        origin=facts["origin"],
         source=facts["source"],
         epochs=facts["epochs"],
         measure=measure,
-        finals=finals,
-        headline=tuple(row for name in facts["headline"] for row in finals if row.optimiser == name),
-        curves=curves,
-        search=search,
-        row=facts.get("row"),
-        printed={name: (mean, spread) for name, (mean, spread) in facts.get("printed", {}).items()},
-        other=facts.get("other", ""),
+        rows=rows,
+        stored_curves=curves,
+        search=tuple(_parse_cell(cell) for cell in facts.get("search", ())),
+        table1_name=facts.get("table1_name"),
+        table1_values={name: (mean, spread) for name, (mean, spread) in facts.get("table1_values", {}).items()},
+        paper_measure=facts.get("paper_measure", ""),
     )
 
 
-def _known(cell: dict[str, Any]) -> list[Measure]:
-    return [cast(Measure, name) for name in cell if name not in ("optimiser", "lr", "epochs")]
+def _parse_row(task: str, row: dict[str, Any]) -> PublishedRow:
+    mean, spread = row.get("mean", math.nan), row.get("spread", math.nan)
+    return PublishedRow(row.get("task", task), row["optimiser"], row["lr"], mean, spread)
+
+
+def _parse_cell(cell: dict[str, Any]) -> SearchCell:
+    measures = [cast(Measure, name) for name in cell if name not in ("optimiser", "lr", "epochs")]
+    ends = {measure: _value(measure, cell[measure]) for measure in measures}
+    return SearchCell(cell["optimiser"], cell["lr"], ends, cell.get("epochs"))
 
 
 def _value(measure: Measure, value: float | None) -> float:
-    """A share in per cent; anything else as it is, null for a perplexity without end."""
+    """Convert a fraction to per cent and null to infinity."""
     if measure.endswith(("accuracy", "error")):
         return 100 * cast(float, value)
     return math.inf if value is None else value
 
 
-def _finals(task: str, curves: tuple[Curve, ...]) -> tuple[Final, ...]:
-    """Mean and population standard deviation over seeds, as the paper's ± is."""
+def _rows_from_curves(task: str, curves: tuple[StoredCurve, ...]) -> tuple[PublishedRow, ...]:
+    """Compute mean and population standard deviation over seeds, as the paper does."""
     ends: dict[tuple[str, float], list[float]] = {}
     for curve in curves:
         ends.setdefault((curve.optimiser, curve.rate), []).append(curve.values[-1])
     return tuple(
-        Final(task, name, rate, statistics.fmean(values), statistics.pstdev(values))
+        PublishedRow(task, name, rate, statistics.fmean(values), statistics.pstdev(values))
         for (name, rate), values in ends.items()
     )

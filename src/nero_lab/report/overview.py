@@ -1,0 +1,117 @@
+"""Tables over all tasks: what was run, the paper's Table 1, and the experiments outside it."""
+
+from nero_lab.report.markdown import DIVERGED, number, plural, render_table, seeds_note, with_spread
+from nero_lab.report.names import dataset_name, display_name
+from nero_lab.report.published import Published, PublishedRow, all_published
+from nero_lab.report.runs import Runs, mean_and_spread
+from nero_lab.report.tables import NOT_RUN, measure_name, our_result
+
+#: The optimisers of the paper's Table 1.
+TABLE1_COLUMNS = ("nero", "sgd", "adam", "lamb")
+
+
+def overview_tables(runs: Runs) -> dict[str, str]:
+    """Return the tables of the index page by the names in its markers."""
+    return {"index": index_table(runs), "table1-full": full_table1(runs), "others": others_table(runs)}
+
+
+def index_table(runs: Runs) -> str:
+    """List every task with its claim, its place in the paper, and what the records hold."""
+    lines = [
+        (f"[{task}]({task}.md)", facts.claim, facts.reference, _coverage(facts, runs))
+        for task, facts in all_published().items()
+    ]
+    table = render_table(("task", "what the paper claims", "in the paper", "run here"), lines, left=4)
+    unknown = [f"{task} ({count})" for task, count in sorted(runs.unknown_tasks.items())]
+    return table + (f"\n\nRecords of tasks without a page are not shown: {', '.join(unknown)}." if unknown else "")
+
+
+def full_table1(runs: Runs) -> str:
+    """Render the paper's Table 1 with means and spreads, ours above the paper's."""
+    lines = []
+    for facts in all_published().values():
+        if facts.table1_name is None:
+            continue
+        rows = _table1_rows(facts)
+        lines.append((facts.table1_name, measure_name(facts), "ours", *(our_result(facts, runs, row) for row in rows)))
+        lines.append(("", facts.paper_measure, "paper", *(_printed(facts, row) for row in rows)))
+    return render_table(("task", "measure", "whose", *map(display_name, TABLE1_COLUMNS)), lines, left=3)
+
+
+def compact_table1(runs: Runs) -> str:
+    """Render the paper's Table 1 with one row per task and the means "ours / paper" in each cell."""
+    lines = []
+    for facts in all_published().values():
+        if facts.table1_name is None:
+            continue
+        measure = measure_name(facts)
+        if not facts.is_comparable:
+            measure = f"{measure} (ours) / {facts.paper_measure} (paper)"
+        lines.append((facts.table1_name, measure, *(_ours_and_paper(facts, runs, row) for row in _table1_rows(facts))))
+    return render_table(("task", "measure", *map(display_name, TABLE1_COLUMNS)), lines, left=2)
+
+
+def others_table(runs: Runs) -> str:
+    """Compare every contender of the tasks outside Table 1 with what is published."""
+    lines = []
+    for task, facts in all_published().items():
+        if facts.table1_name is not None:
+            continue
+        source = {"paper": "paper", "authors": "authors' stored runs"}[facts.origin]
+        for place, row in enumerate(facts.rows):
+            lines.append(
+                (
+                    f"[{task}]({task}.md)" if place == 0 else "",
+                    measure_name(facts) if place == 0 else "",
+                    display_name(row.optimiser),
+                    our_result(facts, runs, row),
+                    with_spread(row.mean, row.spread),
+                    source if facts.is_comparable else f"{source}: {facts.paper_measure}",
+                )
+            )
+    return render_table(("task", "measure", "contender", "ours", "published", "published by"), lines, left=3)
+
+
+def _coverage(facts: Published, runs: Runs) -> str:
+    """Summarise the seeds, precisions and data of the runs at the paper's best rates."""
+    by_row = {row: runs.counted(row) for row in facts.rows}
+    counted_runs = [run for by_seed in by_row.values() for run in by_seed.values()]
+    if not counted_runs:
+        short = runs.count_short(facts.task)
+        return f"{NOT_RUN} for all {facts.epochs} epochs ({plural(short, 'short record')})" if short else NOT_RUN
+    names: dict[int, list[str]] = {}
+    for row, by_seed in by_row.items():
+        names.setdefault(len(by_seed), []).append(display_name(row.optimiser))
+    missing = names.pop(0, [])
+    most, *fewer = sorted(names, reverse=True)
+    seeds = plural(most, "seed")
+    parts = [f"{seeds} of {', '.join(names[most])}", *(f"{count} of {', '.join(names[count])}" for count in fewer)]
+    if not fewer and not missing:
+        parts = [f"{seeds} each"]
+    parts += [f"{', '.join(missing)} {NOT_RUN}"] if missing else []
+    stand_in = runs.stand_in(facts.task)
+    parts += [f"on {dataset_name(stand_in)}"] if stand_in else []
+    return f"{', '.join(sorted({run.precision for run in counted_runs}))}: {'; '.join(parts)}"
+
+
+def _table1_rows(facts: Published) -> list[PublishedRow]:
+    rows = {row.optimiser: row for row in facts.rows}
+    return [rows[name] for name in TABLE1_COLUMNS]
+
+
+def _table1_values(facts: Published, row: PublishedRow) -> tuple[float, float]:
+    return facts.table1_values.get(row.optimiser, (row.mean, row.spread))
+
+
+def _printed(facts: Published, row: PublishedRow) -> str:
+    return with_spread(*_table1_values(facts, row))
+
+
+def _ours_and_paper(facts: Published, runs: Runs, row: PublishedRow) -> str:
+    by_seed = runs.counted(row)
+    ours = NOT_RUN
+    if by_seed:
+        mean, _ = mean_and_spread([run.final(facts.measure) for run in by_seed.values()])
+        mark = DIVERGED if any(run.has_diverged for run in by_seed.values()) else ""
+        ours = number(mean) + mark + seeds_note(len(by_seed))
+    return f"{ours} / {number(_table1_values(facts, row)[0])}"

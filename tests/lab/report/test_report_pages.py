@@ -1,0 +1,179 @@
+"""Pages: a report fills the marked blocks, leaves other text alone, and names files that it cannot use."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.image import imread
+from report_samples import EPOCHS, RESULTS, ROOT, cells, make_all_records
+
+from nero_lab.report import report
+from nero_lab.report.__main__ import main
+from nero_lab.report.published import all_published
+from nero_lab.report.runs import Runs
+from nero_lab.report.tables import task_tables
+from nero_lab.store import StoreError, read_records
+
+PAGES = ROOT / "docs/paper"
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make reports without drawing figures."""
+    monkeypatch.setattr("nero_lab.report.figures.draw", lambda *_: None)
+    monkeypatch.setattr("nero_lab.report.figures.save", lambda *_: None)
+
+
+def test_report_is_the_same_for_records_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tasks = ("mnist-reparameterised", "pong")
+    monkeypatch.setattr("nero_lab.report.all_published", lambda: {task: all_published()[task] for task in tasks})
+    monkeypatch.setattr("nero_lab.report.figures.DPI", 50)
+    records = make_all_records(without=("sgd",), tasks=tasks)
+    written = report(records, tmp_path)
+    first = {path: path.read_bytes() for path in written}
+    random.Random(1).shuffle(records)
+    moved = [{**record, "path": f"/elsewhere/{place}.json"} for place, record in enumerate(records)]
+    assert report(moved, tmp_path) == written
+    assert {path: path.read_bytes() for path in written} == first
+
+
+def test_figure_has_a_white_margin_and_is_opaque(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    task = "mnist-reparameterised"
+    monkeypatch.setattr("nero_lab.report.all_published", lambda: {task: all_published()[task]})
+    report([], tmp_path)
+    pixels = imread(tmp_path / f"figures/{task}.png")
+    assert pixels.shape[-1] == 3 or pixels[..., 3].min() == 1
+    assert pixels[:8, :, :3].min() == pixels[:, :8, :3].min() == pixels[:, -8:, :3].min() == 1
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_report_writes_a_page_and_a_figure_per_task(tmp_path: Path):
+    names = {path.name for path in report([], tmp_path)}
+    assert names == {"README.md", *(f"{task}{end}" for task in EPOCHS for end in (".md", ".png"))}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_report_leaves_text_outside_the_blocks(tmp_path: Path):
+    page = tmp_path / "mnist-deep.md"
+    page.write_text("# Mine\n\nwords\n\n<!-- table: search -->\nold\n<!-- end -->\n\nmore \\1 words\n")
+    report([], tmp_path)
+    start, end = page.read_text().split("<!-- table: search -->")
+    assert start == "# Mine\n\nwords\n\n"
+    assert end.endswith("|\n\n<!-- end -->\n\nmore \\1 words\n")
+    assert "old" not in end
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- table: seeds -->\n", "mnist-deep.md: a table block is not closed"),
+        ("<!-- table: sedes -->\n<!-- end -->\n", "unknown table 'sedes'; choose one of seeds, search"),
+    ],
+)
+def test_page_with_broken_markers_stops_before_writing(tmp_path: Path, text: str, message: str):
+    (tmp_path / "mnist-deep.md").write_text(text)
+    with pytest.raises(StoreError, match=message):
+        report([], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mnist-deep.md"]
+
+
+def test_folder_that_cannot_be_written_to_is_named(tmp_path: Path):
+    (tmp_path / "file").write_text("words")
+    for out in (tmp_path / "file", tmp_path / "file" / "pages"):
+        with pytest.raises(StoreError, match=re.escape(f"cannot write into {out}: ") + ".*--out"):
+            report([], out)
+    assert (tmp_path / "file").read_text() == "words"
+
+
+@pytest.mark.parametrize("spoil", [Path.mkdir, lambda path: path.write_bytes(b"\xff")])
+def test_page_that_cannot_be_read_is_named(tmp_path: Path, spoil: Callable[[Path], object]):
+    spoil(tmp_path / "mnist-deep.md")
+    with pytest.raises(StoreError, match=re.escape(f"cannot read the page {tmp_path / 'mnist-deep.md'}: ")):
+        report([], tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mnist-deep.md"]
+
+
+def test_figure_that_cannot_be_written_is_named(tmp_path: Path):
+    (tmp_path / "figures").write_text("words")
+    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'figures/mnist-deep.png'}: ")):
+        report([], tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_page_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nero_lab.report.fill_page", lambda *_: "words")
+    (tmp_path / "cifar10-vgg11.md").mkdir()
+    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'cifar10-vgg11.md'}: ")):
+        report([], tmp_path)
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_committed_pages_are_what_the_records_give(tmp_path: Path):
+    copy = shutil.copytree(PAGES, tmp_path / "paper")
+    report(read_records(RESULTS), copy)
+    for page in sorted(PAGES.glob("*.md")):
+        assert (copy / page.name).read_text() == page.read_text(), f"{page.name} is old: run `make paper`"
+
+
+def test_committed_readme_has_table_1_of_the_records(tmp_path: Path):
+    readme = Path(shutil.copy(ROOT / "README.md", tmp_path))
+    assert "<!-- table: table1 -->" in readme.read_text()
+    main(RESULTS, readme)
+    assert readme.read_text() == (ROOT / "README.md").read_text(), "README.md is old: run `make paper`"
+
+
+def test_readme_times_are_those_of_the_record():
+    rows = json.loads((ROOT / "benchmarks/results/suite-cuda.json").read_text())["rows"]
+    seconds: dict[str, list[float]] = {}
+    for row in rows:
+        if row.get("side_by_side") == 1:
+            seconds.setdefault(row["task"], []).append(row["seconds_in_full"])
+    (table,) = re.findall(r"\| task \| float32 \| TF32 \|\n((?:\|[^\n]+\|\n)+)", (PAGES / "README.md").read_text())
+    found = {task: [float(value) for value in times] for task, *times in cells(f"| task |\n{table}")}
+    assert found == {task: pytest.approx(times, abs=0.5) for task, times in seconds.items()}
+
+
+@pytest.mark.parametrize("task", EPOCHS)
+def test_page_has_its_figure_command_and_tables(task: str):
+    text = (PAGES / f"{task}.md").read_text()
+    assert set(re.findall("<!-- table: (.*) -->", text)) == set(task_tables(task, Runs([])))
+    assert re.search(rf"^nero sweep {task}( --data DATA)?$", text, re.MULTILINE)
+    assert "\nnero report\n" in text
+    assert f"`out/paper/pages/{task}.md`" in text
+    assert f"](figures/{task}.png)" in text
+    assert (PAGES / f"figures/{task}.png").exists()
+
+
+@pytest.mark.parametrize("task", EPOCHS)
+def test_page_has_findings_and_differences(task: str):
+    text = (PAGES / f"{task}.md").read_text()
+    for heading in ("What is run", "What we found", "What differs and why"):
+        assert text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0].strip(), heading
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.name)
+def test_page_table_cells_have_at_most_80_characters(page: Path):
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    shown = [re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", line) for line in lines]
+    assert not [cell for line in shown for cell in line.strip("|").split("|") if len(cell.strip()) > 80]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page.relative_to(ROOT) for folder in ("", "docs", "docs/paper") for page in (ROOT / folder).glob("*.md")],
+    ids=str,
+)
+def test_page_links_lead_to_files_and_headings(page: Path):
+    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), name
+        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+        # GitHub's anchors drop punctuation
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors

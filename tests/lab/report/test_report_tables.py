@@ -1,0 +1,192 @@
+"""Tables of a task's page: every number is that of the records or of the paper."""
+
+import math
+
+from report_samples import NERO, cells, diverge, make_record, vgg_cells
+
+from nero_lab.report.markdown import DIVERGED_NOTE
+from nero_lab.report.overview import index_table
+from nero_lab.report.runs import Runs
+from nero_lab.report.tables import task_tables
+
+
+def test_three_seeds_stand_beside_the_paper():
+    nero, sgd, *_ = vgg_cells(*(make_record(*NERO, seed, end) for seed, end in enumerate((0.89, 0.88, 0.90))))
+    spread = f"{100 * math.sqrt(2 / 3) * 0.01:.2f}"
+    assert nero == [
+        "Nero", "0.01", "11.00", "12.00", "10.00", f"11.00 ± {spread}", "11.16 ± 0.17", "-0.16", "-0.9", "float32",
+    ]  # fmt: skip
+    assert sgd == ["SGD", "0.1", *["not run"] * 4, "12.61 ± 0.21", "-", "-", "-"]
+
+
+def test_other_number_of_seeds_than_three_is_named():
+    assert vgg_cells(make_record(*NERO, 0, 0.88))[0][2:6] == ["12.00", "not run", "not run", "12.00 (1 seed)"]
+    assert vgg_cells(make_record(*NERO, 0, 0.88), make_record(*NERO, 1, 0.90))[0][5] == "11.00 ± 1.00 (2 seeds)"
+    table = vgg_cells(*(make_record(*NERO, seed, 0.88) for seed in range(5)))
+    assert table[0][2:8] == ["12.00"] * 5 + ["12.00 ± 0.00 (5 seeds)"]
+
+
+def test_run_at_another_rate_is_named_but_not_counted():
+    records = [make_record("cifar10-vgg11", "nero", rate, 0, 0.5) for rate in (0.1, 0.001)]
+    assert vgg_cells(*records)[0][5] == "not run (but at 0.001, 0.1)"
+    assert [line[:3] for line in vgg_cells(*records, table="runs")] == [["Nero", "0.001", "0"], ["Nero", "0.1", "0"]]
+
+
+def test_several_seeds_at_another_rate_have_a_row():
+    records = [make_record("cifar10-vgg11", "adam", 0.0001, seed, 0.9) for seed in (0, 1, 2)]
+    records.append(make_record("cifar10-vgg11", "adam", 0.001, 0, 0.85))
+    rows = [line for line in vgg_cells(*records) if line[0] == "Adam"]
+    assert [line[1] for line in rows] == ["0.001", "0.0001"]
+    assert [line[5] for line in rows] == ["15.00 (1 seed)", "10.00 ± 0.00"]
+
+
+def test_diverged_run_is_marked_in_seeds_and_runs():
+    records = [diverge(make_record(*NERO, 0, 0.88)), make_record(*NERO, 1, 0.88)]
+    assert vgg_cells(*records)[0][2:8] == [
+        "90.20†", "12.00", "not run", "51.10 ± 39.10† (2 seeds)", "11.16 ± 0.17", "+39.94",
+    ]  # fmt: skip
+    assert vgg_cells(records[0])[0][5] == "90.20† (1 seed)"
+    assert [line[4:6] for line in vgg_cells(*records, table="runs")] == [["9.88†", "90.20†"], ["90.00", "12.00"]]
+    for found, is_marked in ((records, True), (records[1:], False), ([], False)):
+        tables = task_tables("cifar10-vgg11", Runs(found))
+        for text in (tables["seeds"], tables["runs"]):
+            assert (DIVERGED_NOTE in text) == ("†" in text) == is_marked
+
+
+def test_diverged_run_is_marked_in_search_epochs_precision():
+    kinds = ("float32", "tf32")
+    records = [diverge(make_record("mnist-deep", "nero", 0.1, 0, 0.5, precision=kind)) for kind in kinds]
+    tables = task_tables("mnist-deep", Runs(records))
+    assert cells(tables["search"])[3] == ["Nero", "0.1", "9.88†", "10.44", "9.80†", "10.28"]
+    assert cells(tables["precision"])[0][4:] == ["9.88†", "9.88†", "90.20†", "90.20†"]
+    assert tables["search"].endswith(DIVERGED_NOTE)
+    assert tables["precision"].endswith(DIVERGED_NOTE)
+    records = [diverge(make_record("mnist-reparameterised", "sigma-1", 0.01, seed, 0.98)) for seed in range(3)]
+    by_epoch = cells(task_tables("mnist-reparameterised", Runs(records))["epochs"])
+    assert by_epoch[0][3:5] == ["47.20 ± 0.00", "9.88 ± 0.00†"]
+    assert not any("†" in cell for cell in by_epoch[1])
+
+
+def test_short_runs_are_left_out_and_counted():
+    short = make_record(*NERO, 0, 0.88, epochs=20)
+    assert vgg_cells(short)[0][5] == "not run"
+    for count, words in ((1, "1 record."), (2, "2 records.")):
+        text = task_tables("cifar10-vgg11", Runs([short] * count))["runs"]
+        assert text.startswith("not run")
+        assert text.endswith(f": {words}")
+        line = next(line for line in cells(index_table(Runs([short] * count))) if "cifar10-vgg11" in line[0])
+        assert line[-1].startswith("not run for all 199 epochs")
+
+
+def test_search_table_has_every_cell():
+    records = [make_record("mnist-deep", "nero", 0.001, 0, 0.9), make_record("mnist-deep", "adam", 0.1, 0, 0.1)]
+    table = cells(task_tables("mnist-deep", Runs(records))["search"])
+    assert len(table) == 16
+    assert table[1] == ["Nero", "**0.001**", "92.00", "95.75", "90.00", "89.26"]
+    assert table[11] == ["Adam", "0.1", "12.00", "9.87", "10.00", "9.80"]
+    assert table[0][2:] == ["not run", "94.33", "not run", "27.04"]
+
+
+def test_text_tasks_show_perplexities():
+    records = [make_record("wikitext2", "nero", 0.01, seed, end) for seed, end in enumerate((172.0, 173.0, 174.0))]
+    records.append(make_record("wikitext2", "adam", 0.0001, 0, 178.0, precision="tf32"))
+    records.append(diverge(make_record("wikitext2", "sgd", 1.0, 0, 180.0)))
+    records.append(make_record("wikitext2", "nero", 0.01, 0, 172.5, precision="tf32"))
+    tables = task_tables("wikitext2", Runs(records))
+    nero, sgd, adam, lamb = cells(tables["seeds"])
+    assert nero[2:8] == ["172.00", "173.00", "174.00", "173.00 ± 0.82", "172.99 ± 0.51", "+0.01"]
+    assert sgd[2] == "inf†"
+    assert sgd[5] == "inf† (1 seed)"
+    assert adam[5:9] == ["178.00 (1 seed)", "178.05 ± 0.96", "-0.05", "-0.1"]
+    assert lamb[5] == "not run"
+    (line,) = cells(tables["precision"])
+    assert line == ["Nero", "0.01", "0", "20", "172.00", "172.50", f"{172 * math.exp(-0.05):.2f}", line[7]]
+    assert "| validation perplexity | test perplexity |" in tables["runs"]
+
+
+def test_infinite_perplexities_have_an_infinite_difference():
+    records = [diverge(make_record("wikitext2", "sgd", 1.0, seed, 180.0)) for seed in (0, 1)]
+    sgd = cells(task_tables("wikitext2", Runs(records))["seeds"])[1]
+    assert sgd[5:9] == ["inf† (2 seeds)", "181.76 ± 0.49", "inf", "inf"]
+
+
+def test_translation_search_says_where_a_log_ends():
+    tables = task_tables("translation", Runs([make_record("translation", "nero", 0.001, 0, 12.0)]))
+    search = cells(tables["search"])
+    assert search[0][:2] == ["Nero", "0.0001"]
+    assert search[1] == ["Nero", "**0.001**", "12.00", "12.28"]
+    assert [line[3] for line in search[2:5]] == ["2544.58", "314.32 (epoch 29)", "16625.04 (epoch 14)"]
+    assert search[9] == ["Adam", "1", "not run", "inf (epoch 46)"]
+    assert search[14][3] == "182.32 (epoch 94)"
+    assert [line[3] for line in search[-3:]] == ["2.01e+10", "2.74e+14", "inf (epoch 51)"]
+    assert "| validation, ours | validation, authors |" in tables["search"]
+
+
+def test_bleu_is_shown_where_it_was_measured():
+    options = ({"test_bleu": 35.125}, {})
+    records = [make_record("translation", "nero", 0.001, seed, 12.0, **more) for seed, more in enumerate(options)]
+    assert [line[6] for line in cells(task_tables("translation", Runs(records))["runs"])] == ["35.12", "-"]
+
+
+def test_games_show_returns():
+    played = [make_record("pong", "nero", 0.01, seed, 20.0 + seed) for seed in range(3)]
+    nero = cells(task_tables("pong", Runs(played))["seeds"])[0]
+    assert nero[2:8] == ["20.00", "21.00", "22.00", "21.00 ± 0.82", "20.62 ± 0.05", "+0.38"]
+    diverged = diverge(make_record("pong", "lamb", 0.001, 0, -20.0))
+    assert cells(task_tables("pong", Runs([diverged]))["seeds"])[3][2] == "-†"
+
+
+def test_contender_without_a_published_number_has_dashes():
+    record = make_record("pong", "lamb-momentum", 0.001, 0, 15.0)
+    row = cells(task_tables("pong", Runs([record]))["seeds"])[4]
+    assert row[-5:] == ["15.00 (1 seed)", "-", "-", "-", "float32"]
+    assert cells(task_tables("pong", Runs([]))["seeds"])[4][-5:] == ["not run", "-", "-", "-", "-"]
+
+
+def test_fid_is_shown_where_it_was_measured():
+    record = make_record("cgan", "nero", 0.01, 0, 20.0)
+    assert "FID to" not in task_tables("cgan", Runs([record]))["runs"]
+    record["curve"] |= {"train_fid": record["curve"]["train_distance"], "test_fid": [15.5] * record["epochs"]}
+    table = task_tables("cgan", Runs([record]))["runs"]
+    assert "FID to test images" in table
+    assert "15.50" in cells(table)[0]
+
+
+def test_stand_in_is_named_and_not_compared():
+    records = [make_record("imagenet", "nero-tuned", 0.02, 0, 0.6, data="tiny-imagenet")]
+    tables = task_tables("imagenet", Runs(records))
+    note, _, header, *_ = tables["seeds"].splitlines()
+    assert "tiny-imagenet" in note
+    assert "difference" not in header
+    assert "paper: no number is printed" in header
+    (line,) = cells(tables["runs"])
+    assert line[-4:] == ["tiny-imagenet", "93", "4", "NVIDIA H200"]
+
+
+def test_zero_spread_is_not_divided_by():
+    table = cells(task_tables("mnist-deep", Runs([make_record("mnist-deep", "adam", 0.001, 0, 0.1)]))["seeds"])
+    assert table[2][-3:] == ["+0.76", "spread is 0", "float32"]
+
+
+def test_epochs_table_compares_every_epoch():
+    records = [make_record("mnist-reparameterised", "sigma-1", 0.01, seed, 0.98) for seed in range(3)]
+    table = cells(task_tables("mnist-reparameterised", Runs(records))["epochs"])
+    assert [line[1] for line in table] == ["ours", "authors", "ours", "authors"]
+    assert table[0][-1] == "100.00 ± 0.00"
+    assert table[1][2] == "94.18 ± 0.03"
+    assert table[2][2:] == ["not run"] * 5
+
+
+def test_granularity_takes_neros_rows_from_the_ablation():
+    records = [make_record("cifar10-ablation", "nero-both", 0.02, seed, 0.91) for seed in range(3)]
+    table = {line[0]: line for line in cells(task_tables("cifar10-granularity", Runs(records))["seeds"])}
+    assert table["Nero (both constraints)"][5] == "9.00 ± 0.00"
+    assert list(table) == [
+        "Madam", "Nero (neither constraint)", "LAMB", "Madam (balanced)", "Nero (both constraints)", "LAMB (balanced)",
+    ]  # fmt: skip
+
+
+def test_runs_table_counts_runs_of_one_process():
+    text = task_tables("cifar10-vgg11", Runs([make_record(*NERO, 0, 0.88, side_by_side=6)]))["runs"]
+    header = text.splitlines()[0].strip("|").split("|")
+    assert dict(zip(map(str.strip, header), cells(text)[0], strict=True))["in one process"] == "6"

@@ -211,7 +211,7 @@ def go(task: Task, runs: list[Settings], arguments: argparse.Namespace, console:
     device = torch.device(arguments.device)
     data = load(task.dataset, arguments.data).to(device)
     if isinstance(data, Photos):
-        data = data.measured(task.batch)
+        data = data.with_measured_rate(task.batch)
         runs = [replace(each, data=data.name if data.name != task.dataset else None) for each in runs]
     with Display(console, arguments.out, device) as watch:
         at_a_time = len(runs) if device.type == "cuda" else 1

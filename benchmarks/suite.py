@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import nero
-from nero_lab.data import Corpus, Dataset, Images, Pairs, Pictures, load
+from nero_lab.data import Corpus, Dataset, ImageDataset, Images, Pairs, load
 from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
 from nero_lab.loops.supervised import Supervised
@@ -146,7 +146,7 @@ def time_cells(
     while not trainings[-1].finished:
         for training in trainings:
             training.advance()
-        if trainings[-1].known > len(times):  # the host has waited for the epoch's numbers
+        if trainings[-1].epochs_known > len(times):  # the host has waited for the epoch's numbers
             times.append(time.perf_counter() - start)
             start = time.perf_counter()
     timed = statistics.median(times[1:])
@@ -157,7 +157,7 @@ def time_cells(
         "precision": precision,
         "side_by_side": len(cells),
         "seconds_an_epoch": round(larger * timed, 4),
-        "milliseconds_a_step": round(1e3 * timed / trainings[0].steps_an_epoch, 3),
+        "milliseconds_a_step": round(1e3 * timed / trainings[0].steps_per_epoch, 3),
         "seconds_to_begin": round(begun, 2),
         "seconds_in_full": round(larger * timed * task.epochs + begun, 1),
     }
@@ -182,10 +182,10 @@ def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> R
         "optimiser": first,
         "precision": precision,
         "side_by_side": 1,
-        "seconds_an_epoch": round(step * training.steps_an_epoch, 4),
+        "seconds_an_epoch": round(step * training.steps_per_epoch, 4),
         "milliseconds_a_step": round(1e3 * step, 3),
         "seconds_to_begin": round(begun, 2),
-        "seconds_in_full": round(step * training.steps_an_epoch * task.epochs + begun, 1),
+        "seconds_in_full": round(step * training.steps_per_epoch * task.epochs + begun, 1),
     }
 
 
@@ -268,13 +268,13 @@ def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tens
 
 def images(data: Dataset) -> Images:
     """What a data set of images trains on."""
-    assert isinstance(data, Pictures)
+    assert isinstance(data, ImageDataset)
     return data.train
 
 
 def part(data: Dataset, share: float, batch: int) -> Dataset:
     """The first examples of a data set, at least a few batches."""
-    assert isinstance(data, Pictures | Corpus | Pairs)
+    assert isinstance(data, ImageDataset | Corpus | Pairs)
     if isinstance(data, Pairs):
         some, held, last = (few(pairs, share, batch) for pairs in (data.train, data.valid, data.test))
         return replace(data, train=some, valid=held, test=last)

@@ -197,8 +197,8 @@ def _workplace(
         found = _load(task.dataset, data).to(place)
         stand_in = None
         if isinstance(found, Photos):
-            found = found.measured(task.batch)
-            console.print(found.told)
+            found = found.with_measured_rate(task.batch)
+            console.print(found.description)
             stand_in = found.name if found.name != task.dataset else None
         with Display(console, out, place) if first else nullcontext(Silence()) as watch:
 

@@ -90,32 +90,32 @@ class Display:
         self._written[settings] = 0
         self._write_epochs(training)  # again, if it goes on: it may have been broken off before they were all told
         self._bars[settings] = self.progress.add_task(
-            name, total=settings.epochs * training.steps_an_epoch, completed=training.steps_done, metric=""
+            name, total=settings.epochs * training.steps_per_epoch, completed=training.steps_done, metric=""
         )
-        training.tell = partial(self._tell, self._bars[settings], name)
+        training.on_activity = partial(self._tell, self._bars[settings], name)
         if training.steps_done:
             self.console.print(f"{name}: goes on from epoch {training.epoch}, step {training.step}")
 
     def stepped(self, training: Training) -> None:
         now = time.monotonic()
-        fresh = training.known > self._written[training.settings]
+        fresh = training.epochs_known > self._written[training.settings]
         if fresh:
-            if not self._written[training.settings] and (remark := training.remark()):
+            if not self._written[training.settings] and (remark := training.throughput_note()):
                 self.console.print(f"{training.task.name_of(training.settings)}: {remark}")
             self._write_epochs(training)
         elif now - self._shown < GLANCE:
             return
         self._shown = now
         if fresh or training.device.type != "cpu":  # to look into an epoch under way, a GPU would have to be waited for
-            metric = _last(training) if training.known else ""
+            metric = _last(training) if training.epochs_known else ""
         else:
-            so_far = _told(training.task, training.so_far())
+            so_far = _told(training.task, training.running_metrics())
             metric = f"{so_far} so far" if so_far else ""
-        metric = ", ".join(filter(None, (metric, training.pace())))
+        metric = ", ".join(filter(None, (metric, training.speed())))
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._said > QUIET:
             self._said = now
-            share = training.steps_done / (training.settings.epochs * training.steps_an_epoch)
+            share = training.steps_done / (training.settings.epochs * training.steps_per_epoch)
             took, left = duration(training.seconds), duration(training.seconds * (1 / share - 1))
             told = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
             self.console.print(f"{training.task.name_of(training.settings)}: {', '.join(told)}")
@@ -145,9 +145,9 @@ class Display:
     def _write_epochs(self, training: Training) -> None:
         """Those that are known and not yet told."""
         writer, told = self._writers.get(training.settings), self._written[training.settings]
-        self._written[training.settings] = training.known
+        self._written[training.settings] = training.epochs_known
         try:
-            for epoch in range(told, training.known):
+            for epoch in range(told, training.epochs_known):
                 for name, values in training.curve.items():
                     if writer is not None and (value := values[epoch]) is not None:
                         writer.add_scalar(name.replace("_", "/"), value, epoch + 1)

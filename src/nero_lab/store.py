@@ -19,7 +19,7 @@ from typing import IO, Any
 import torch
 
 import nero
-from nero_lab.loops.training import Training, fault_of, on_cpu
+from nero_lab.loops.training import Training, copy_to_cpu, curve_fault
 from nero_lab.protocol import Settings, Task
 
 #: Seconds after which a half-written file is nobody's any more.
@@ -81,7 +81,7 @@ class Store:
                 f"{path} is of another run: its {differing[0]} is {record.get(differing[0])!r}; move it away"
             )
         curve = record["curve"]
-        if fault := fault_of(curve, settings.epochs) if task.metric in curve else f"no {task.metric}":
+        if fault := curve_fault(curve, settings.epochs) if task.metric in curve else f"no {task.metric}":
             raise StoreError(f"{path} has {fault}: move it away, and the run is made again")
         if self.weights and not self.path(task, settings, ".pt").exists():
             raise StoreError(f"{path} is of a run whose weights were not kept: move it away to train again")
@@ -140,12 +140,12 @@ class Store:
             "batch": training.task.batch,
             "options": _options(training.task, training.settings),
             "curve": {name: [_short(value) for value in values] for name, values in training.curve.items()},
-            **training.verdict(),
+            **training.final_results(),
             "commit": ", ".join(each for each in commits if each) or None,
             "resumed": training.resumed,
             "versions": versions(),
             "device": name_of(training.device),
-            "side_by_side": training.beside,
+            "side_by_side": training.side_by_side,
             "seconds": round(training.seconds, 1),
             "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         }
@@ -155,7 +155,7 @@ class Store:
         record = self.told(training)
         self.keep(training)  # its verdict may have made some
         if self.weights:
-            weights = on_cpu(dict(training.network.state_dict()))
+            weights = copy_to_cpu(dict(training.network.state_dict()))
             write_whole(self.path(training.task, training.settings, ".pt"), lambda file: torch.save(weights, file))
         line = json.dumps(record, allow_nan=False) + "\n"
         write_bytes(self.path(training.task, training.settings, ".json"), line.encode())

@@ -32,7 +32,7 @@ class Watch(Protocol):
         """A run starts, or goes on."""
 
     def stepped(self, training: Training) -> None:
-        """It made a step; ``training.known`` says of how many epochs the numbers are there."""
+        """It made a step; ``training.epochs_known`` says of how many epochs the numbers are there."""
 
     def ended(self, training: Training) -> None:
         """It is done and recorded."""
@@ -76,12 +76,12 @@ def train(
     active: list[Training] = []
 
     def turn(training: Training) -> None:
-        training.beside = max(training.beside, len(active))
+        training.side_by_side = max(training.side_by_side, len(active))
         if not training.finished:  # or it was kept at its very end
             try:
                 training.advance()
             except Exception:
-                if training.amid:  # the others stand between two steps
+                if training.is_mid_step:  # the others stand between two steps
                     active.remove(training)
                 raise
         watch.stepped(training)

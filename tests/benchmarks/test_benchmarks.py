@@ -26,7 +26,7 @@ import watching
 
 import nero
 from nero.backends import BACKENDS, eager
-from nero_lab.data import Images, Pictures
+from nero_lab.data import Images, ImageDataset
 from nero_lab.loops.ppo import PPO
 from nero_lab.store import read_records
 
@@ -176,17 +176,17 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
     from functools import partial
 
     from test_paper import made
-    from test_paper_cgan import tiny_judges
+    from lab.gan_cases import tiny_metrics
 
     from nero_lab.data import load
     from nero_lab.loops.adversarial import Adversarial
     from nero_lab.models.actor_critic import ActorCritic
-    from nero_lab.models.biggan import Pair
+    from nero_lab.models.biggan import GANPair
     from nero_lab.models.mlp import mlp
     from nero_lab.models.transformer import Translator, language_model
     from nero_lab.models.vgg import vgg11
 
-    pair, judged = partial(Pair, base=1), partial(Adversarial, judges=tiny_judges)
+    pair, judged = partial(GANPair, base=1), partial(Adversarial, metrics=tiny_metrics)
     monkeypatch.setitem(suite.TASKS, "cgan", replace(suite.TASKS["cgan"], model=pair, loop=judged, batch=8))
     small = replace(suite.TASKS["pong"], model=partial(ActorCritic, width=1 / 32))
     monkeypatch.setitem(suite.TASKS, "pong", small)
@@ -259,7 +259,7 @@ def test_cells_side_by_side_are_timed_together():
 def test_all_that_steps_can_bring_has_come_before_they_are_timed():
     """A graph that is captured in between takes seconds: of the GAN's smaller last batch, and of the game's learner."""
     game = PPO()
-    assert max(50_000 / suite.TASKS["cgan"].batch, 2 * (game.steps + game.updates)) < suite.FIRST
+    assert max(50_000 / suite.TASKS["cgan"].batch, 2 * (game.steps + game.round_updates)) < suite.FIRST
 
 
 @pytest.mark.parametrize("epochs", ["0", "5"])
@@ -736,7 +736,7 @@ def test_the_study_of_automatic_rates_runs_and_is_drawn(
             torch.randint(256, (count, 1, 28, 28), generator=noise, dtype=torch.uint8), torch.arange(count) % 10
         )
 
-    monkeypatch.setattr(auto, "load", lambda *_: Pictures("mnist", images(20), images(10), (0.5,), (0.25,)))
+    monkeypatch.setattr(auto, "load", lambda *_: ImageDataset("mnist", images(20), images(10), (0.5,), (0.25,)))
     small = dataclasses.replace(auto.TASKS["mnist-deep"], model=lambda: auto.mlp(2))
     monkeypatch.setitem(auto.TASKS, "mnist-deep", small)
     for name, value in (("LAYERS", (2, 3)), ("RATES", (0.001, 0.01)), ("TRUSTS", (auto.TRUST,)), ("EPOCHS", 1)):
@@ -819,7 +819,7 @@ def test_trust_is_measured_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pixels = torch.randint(256, (count, 1, 28, 28), generator=noise, dtype=torch.uint8)
         return Images(pixels[:1].expand_as(pixels), torch.arange(count) % 10)  # all alike: no step gets them right
 
-    monkeypatch.setattr(trust, "load", lambda *_: Pictures("mnist", images(40), images(10), (0.5,), (0.25,)))
+    monkeypatch.setattr(trust, "load", lambda *_: ImageDataset("mnist", images(40), images(10), (0.5,), (0.25,)))
     tasks = {name: dataclasses.replace(trust.TASKS["mnist-deep"], model=lambda: trust.mlp(2)) for name in "ab"}
     tasks["b"] = dataclasses.replace(tasks["b"], dataset="imagenet")
     two = [trust.Network("perceptron of 2 layers", tasks["a"], 20), trust.Network("other", tasks["b"], 20)]

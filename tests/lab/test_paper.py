@@ -31,15 +31,15 @@ from rich.console import Console
 import nero
 import nero_lab.command
 from nero_lab import cli, distributed, progress, sweep
-from nero_lab import data as data_module
 from nero_lab import store as record
 from nero_lab.baselines import lamb
-from nero_lab.data import DataError, Images, Pictures, corpus, load, pairs
-from nero_lab.data.augment import crop_flip_rotate
-from nero_lab.data.corpus import numbered
-from nero_lab.loops.captured import Captured
-from nero_lab.loops.supervised import LAG, Supervised
-from nero_lab.loops.training import products_in
+from nero_lab.data import DataError, ImageDataset, Images, corpus, load, pairs
+from nero_lab.data import images as data_module
+from nero_lab.data.augmentation import crop_flip_rotate
+from nero_lab.data.corpus import build_corpus
+from nero_lab.loops.cuda_graph import CapturedStep
+from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
+from nero_lab.loops.training import matmul_precision
 from nero_lab.models.dropout import Dropout
 from nero_lab.models.mlp import ScaledReLU, mlp, reparameterised
 from nero_lab.models.resnet import resnet18
@@ -59,11 +59,11 @@ def made(name="cifar10", examples=20, tests=10, seed=0):
     """Labelled noise in a data set's shape, each class a little brighter than the one before; or some words."""
     if name == "wikitext2":
         text = [f"word{i * i % 7}" for i in range(20 * (examples // 20 * 35 + 1))]
-        return numbered(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
+        return build_corpus(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
     if name == "multi30k":
         sentences = [[f"wort{i * k % 5}" for k in range(1 + i % 9)] for i in range(examples)]
         both = [(one, [word.replace("o", "") for word in one]) for one in sentences]
-        return pairs.numbered(name, both, both[:tests], both[:tests])
+        return pairs.build_pairs(name, both, both[:tests], both[:tests])
     shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[name]
     generator = torch.Generator().manual_seed(seed)
 
@@ -73,7 +73,7 @@ def made(name="cifar10", examples=20, tests=10, seed=0):
         return Images((noise + 15 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
 
     channels = shape[0]
-    return Pictures(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
+    return ImageDataset(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
 
 
 class Watch:
@@ -196,8 +196,8 @@ def test_a_look_takes_in_every_batch(dataset, monkeypatch):
     training = Supervised(replace(TINY, model=models[dataset], dataset=dataset), TINY.settings("nero"), data)
     for part in data.parts:
         for module in (data_module, corpus, pairs):
-            monkeypatch.setattr(module, "LOOK", 10**6)
-        whole = training._look(part)
+            monkeypatch.setattr(module, "EVAL_BATCH", 10**6)
+        whole = training._evaluate(part)
         ((*inputs, labels),) = data.batches(part)
         with torch.no_grad():
             logits = training.model(*inputs)
@@ -205,9 +205,9 @@ def test_a_look_takes_in_every_batch(dataset, monkeypatch):
         wanted += [(logits.argmax(-1) == labels).sum().item(), (labels >= 0).sum().item()]
         assert whole.tolist() == pytest.approx(wanted, rel=1e-5)
         for module in (data_module, corpus, pairs):
-            monkeypatch.setattr(module, "LOOK", 3)
+            monkeypatch.setattr(module, "EVAL_BATCH", 3)
         assert len(list(data.batches(part))) > 2
-        assert training._look(part).tolist() == pytest.approx(wanted, rel=1e-5)
+        assert training._evaluate(part).tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_the_texts_tasks_are_as_the_authors_ran_them():
@@ -221,7 +221,7 @@ def test_the_texts_tasks_are_as_the_authors_ran_them():
     options = {name: dict(contender.options) for name, contender in words.contenders.items()}
     assert options == {"nero": {}, "sgd": {"clip": 0.25}, "adam": {}, "lamb": {}}
     assert not any(contender.options for contender in pairs_.contenders.values())
-    assert (corpus.LENGTH, corpus.STREAMS, pairs.OFTEN, pairs.LONGEST) == (35, 20, 3, 100)
+    assert (corpus.ROW_WORDS, corpus.TRAIN_STREAMS, pairs.MIN_OCCURRENCES, pairs.MAX_TRAIN_WORDS) == (35, 20, 3, 100)
 
 
 def test_the_texts_networks_are_as_the_authors_ran_them():
@@ -274,7 +274,7 @@ def test_a_tasks_network_learns():
 
 def test_the_language_model_is_torchs_without_layer_norm():
     torch.manual_seed(0)
-    ours = language_model(50, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.2).eval()
+    ours = language_model(50, width=12, heads=3, hidden=8, layers=2, max_length=9, dropout=0.2).eval()
     embedding, *blocks, decoder = ours
     words = torch.randint(50, (4, 7))
     places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
@@ -314,7 +314,7 @@ def test_the_language_model_has_the_papers_tensors():
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_translator_is_torchs_without_gains(scaled):
     torch.manual_seed(0)
-    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.1, scaled=scaled).eval()
+    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, max_length=9, dropout=0.1, scaled=scaled).eval()
     words = torch.randint(1, 30, (4, 2, 7))
     words[0, 0, 5:] = words[2, 0, 3:] = 0  # shorter ones
     places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
@@ -398,7 +398,7 @@ def test_a_translation_is_the_likeliest_word_after_the_likeliest():
     torch.manual_seed(1)
     model = Translator(12, width=16, heads=2, hidden=16, layers=1, dropout=0.1).eval()
     sources = torch.tensor([[2, 5, 6, 3], [2, 7, 3, 0], [2, 4, 4, 3]])
-    found = model.translate(sources, begin=2, end=3, longest=6).tolist()
+    found = model.translate(sources, begin=2, end=3, max_length=6).tolist()
     for source, sentence in zip(sources, found, strict=True):
         written = [2]
         while len(written) < 7 and written[-1] != 3:
@@ -413,7 +413,7 @@ def test_a_perfect_translation_has_a_bleu_of_a_hundred(monkeypatch, tmp_path):
     data = made("multi30k", examples=40, tests=30)
     task = replace(TASKS["translation"], model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=1))
     training = Supervised(task, task.settings("nero", epochs=1), data)
-    poor = training.verdict()["test_bleu"]
+    poor = training.final_results()["test_bleu"]
     assert 0 <= poor < 50
     answers = {
         tuple(words): labels for words, labels in zip(data.test.words[:, 0].tolist(), data.test.labels, strict=True)
@@ -431,7 +431,7 @@ def test_a_perfect_translation_has_a_bleu_of_a_hundred(monkeypatch, tmp_path):
     assert Store(tmp_path).finish(training)["test_bleu"] == 100
     assert read_records(tmp_path)[0]["test_bleu"] == 100
     monkeypatch.setattr("nero_lab.tasks.paper.translation.find_spec", lambda _: None)
-    assert training.verdict() == {}
+    assert training.final_results() == {}
 
 
 def test_what_a_record_will_lack_is_told_at_the_start(monkeypatch, tmp_path):
@@ -472,20 +472,20 @@ def test_an_epochs_numbers_may_come_late(lag, monkeypatch):
     """As on a GPU, where nobody waits for them: they are the same, come once each, and are in what is kept."""
     data, settings = made(), TINY.settings("nero")
     at_once = Supervised(TINY, settings, data)
-    monkeypatch.setitem(LAG, "cpu", lag)
+    monkeypatch.setitem(READ_DELAY_STEPS, "cpu", lag)
     late = Supervised(TINY, settings, data)
     came = []
     while not at_once.finished:
         at_once.advance()
         late.advance()
-        assert at_once.known == at_once.epoch
-        if late.known > len(came):
+        assert at_once.epochs_known == at_once.epoch
+        if late.epochs_known > len(came):
             came.append((late.epoch, late.step))
             assert late.curve == at_once.curve
-            assert late.known == late.epoch
+            assert late.epochs_known == late.epoch
         if late.step == 0:
-            assert (late.known == late.epoch) == late.finished
-    steps = min(lag, late.steps_an_epoch - 1)
+            assert (late.epochs_known == late.epoch) == late.finished
+    steps = min(lag, late.steps_per_epoch - 1)
     assert came == [*((epoch, steps) for epoch in range(1, settings.epochs)), (settings.epochs, 0)]
     again = Supervised(TINY, settings, data)
     while again.epoch == 0:
@@ -967,8 +967,8 @@ def test_a_checkpoint_that_lacks_something_is_refused(key, tmp_path):
 
 def begun(loop, store):
     """A small task of each loop, its data, and a run of it that was kept after a step."""
-    import test_paper_cgan as cgan
-    import test_paper_pong as pong
+    from lab import gan_cases as cgan
+    from lab import pong_cases as pong
 
     task, data = {
         "supervised": (TINY, made()),
@@ -1001,8 +1001,6 @@ def begun(loop, store):
         ("supervised", ["generator"], torch.ones(2), "does not fit"),
         ("supervised", ["totals"], torch.ones(1), r"totals is .* \(1,\) where a .* tensor shaped \(3,\) is needed"),
         ("supervised", ["totals"], torch.ones(3), "totals is a torch.float32 tensor .* where a torch.float64 tensor"),
-        ("supervised", ["totals"], torch.full((3,), math.nan).double(), "totals are of nan right"),
-        ("supervised", ["totals"], Tensor.zero_, "totals are of 0 right out of 0"),
         ("supervised", ["totals"], 0.5, "totals is a plain value where a .* tensor"),
         ("supervised", ["run"], 0, "lacks 'run'"),
         ("supervised", ["run", "data"], None, "lacks 'data' of its run"),
@@ -1015,14 +1013,7 @@ def begun(loop, store):
         ("supervised", ["epoch"], 1, "0 values of train_loss for 1 epoch"),
         ("supervised", ["epoch"], 4, "epoch 4, step 1 of 3 epochs of 3"),
         ("supervised", ["epoch"], 3, "epoch 3, step 1 of 3 epochs of 3"),
-        ("supervised", ["epoch"], -1, "epoch is -1"),
-        ("supervised", ["epoch"], True, "epoch is True"),
         ("supervised", ["step"], 4, "epoch 0, step 4 of 3 epochs of 3"),
-        ("supervised", ["step"], -1, "step is -1"),
-        ("supervised", ["seconds"], "long", "seconds is 'long'"),
-        ("supervised", ["seconds"], math.nan, "seconds is nan"),
-        ("supervised", ["seconds"], math.inf, "seconds is inf"),
-        ("supervised", ["beside"], 1.5, r"beside is 1\.5"),
         ("adversarial", ["epoch"], 99, "epoch 99, step 1 of"),
         ("agent", ["step"], 10**6, "epoch 0, step 1000000 of"),
         ("adversarial", ["pair"], None, "lacks 'pair'"),
@@ -1094,7 +1085,7 @@ def test_a_checkpoint_whose_curve_holds_no_numbers_is_named(tmp_path):
         training.advance()
     training.curve["test_loss"] = ["low"]
     store.save(training)
-    with pytest.raises(StoreError, match=r"checkpoint has what does not fit \('low' in test_loss\), .*: delete it"):
+    with pytest.raises(StoreError, match=r"checkpoint does not fit \('low' in test_loss\), .*: delete it"):
         train(TINY, [settings], made(), store, Watch())
 
 
@@ -1103,9 +1094,9 @@ def test_a_checkpoint_whose_curve_holds_no_numbers_is_named(tmp_path):
     ("where", "error"),
     [
         ("_build", KeyError),
-        ("go_on_from", torch.OutOfMemoryError),
-        ("go_on_from", SettingError),
-        ("go_on_from", DataError),
+        ("restore", torch.OutOfMemoryError),
+        ("restore", SettingError),
+        ("restore", DataError),
     ],
 )
 def test_what_is_no_fault_of_a_checkpoint_is_not_put_down_to_it(loop, where, error, tmp_path, monkeypatch):
@@ -1298,7 +1289,7 @@ def test_the_commit_is_this_projects_own(monkeypatch):
 def test_the_fastest_kernels_are_let_work():
     before = torch.get_float32_matmul_precision()
     for name, matrices in (("float32", "highest"), ("tf32", "high")):
-        with products_in(name):
+        with matmul_precision(name):
             assert torch.backends.cudnn.enabled
             assert torch.backends.cudnn.benchmark
             assert torch.backends.cudnn.allow_tf32 == (name == "tf32")
@@ -1562,7 +1553,7 @@ def test_tensorboard_has_every_epoch(broken_off, lag, tmp_path, monkeypatch):
     """Also of a run that was broken off where its numbers were on their way, with a checkpoint at every step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setitem(LAG, "cpu", lag)
+    monkeypatch.setitem(READ_DELAY_STEPS, "cpu", lag)
     monkeypatch.setattr(sweep, "PAUSE", 0.0)
     monkeypatch.setattr(sweep, "SHARE", 0.0)
     settings, steps = TINY.settings("sgd"), 0
@@ -1666,7 +1657,7 @@ def test_a_report_of_nothing_says_how_to_get_something(command, tmp_path):
 
 def test_on_a_cpu_nothing_is_captured():
     seen = []
-    step = Captured(lambda one, two: seen.append(one + two), list, None)
+    step = CapturedStep(lambda one, two: seen.append(one + two), list, None)
     step(torch.ones(2), torch.ones(2))
     assert seen[0].tolist() == [2, 2]
     assert not step.graphs
@@ -1698,7 +1689,7 @@ def test_a_capture_leaves_everything_where_it_was(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
-    step = Captured(add, lambda: [total], "stream", generator=generator, pool="pool")
+    step = CapturedStep(add, lambda: [total], "stream", generator=generator, pool="pool")
     capture = step._capture
     monkeypatch.setattr(step, "_capture", lambda held: (graph := capture(held), setattr(graph, "held", held))[0])
     ones, alike = torch.ones(1), torch.Generator()
@@ -1723,7 +1714,7 @@ def test_captured_steps_are_the_steps(contender, monkeypatch):
     while not captured.finished:
         captured.advance()
     assert len(captured._learn.graphs) == 2  # of eight, and of the four that are left
-    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
+    monkeypatch.setattr(CapturedStep, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = Supervised(TINY, settings, data)
     while not plain.finished:
         plain.advance()
@@ -1746,7 +1737,7 @@ def test_captured_steps_are_the_steps_of_texts(name, graphs, contender, monkeypa
     while not captured.finished:
         captured.advance()
     assert len(captured._learn.graphs) >= graphs
-    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
+    monkeypatch.setattr(CapturedStep, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = Supervised(task, settings, data)
     while not plain.finished:
         plain.advance()

@@ -20,6 +20,9 @@ from nero_lab.protocol import SettingError
 from nero_lab.store import Store
 from nero_lab.tasks import TASKS
 
+#: Printed by the first process before the sweep.
+SWEEP_STARTS = "sweep starts"
+
 
 def sweep_and_save_weights(arguments: Sequence[str], out: Path) -> None:
     """Run `nero sweep` on a network whose result does not depend on the number of processes; save its weights.
@@ -68,5 +71,7 @@ if __name__ == "__main__":
     root, second_port, *sweep = sys.argv[1:]
     with distributed.joined(torch.device("cpu")):
         start_in_different_states(Path(root))
+    if os.environ["RANK"] == "0":
+        print(SWEEP_STARTS, flush=True)
     os.environ["MASTER_PORT"] = second_port
     sweep_and_save_weights(sweep, Path(root) / "two")

@@ -145,9 +145,11 @@ def build_pairs(
     def encode(sentence: list[str]) -> list[int]:
         return [BEGIN, *(numbers.get(word, UNKNOWN) for word in sentence), END]
 
-    parts = (_pad([(encode(german), encode(english)) for german, english in part]) for part in (train, valid, test))
+    def pad(pairs: list[tuple[list[str], list[str]]]) -> Sentences:
+        return _pad([(encode(german), encode(english)) for german, english in pairs])
+
     references = tuple(" ".join(english) for _, english in test)
-    return Pairs(name, tuple(numbers), *parts, references)
+    return Pairs(name, tuple(numbers), pad(train), pad(valid), pad(test), references)
 
 
 def _pad(pairs: list[tuple[list[int], list[int]]]) -> Sentences:

@@ -64,7 +64,7 @@ class Training(ABC):
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done."""
+        """True when all epochs are done."""
         return self.epoch == self.settings.epochs
 
     @property

@@ -159,7 +159,7 @@ def test_pong_session_restored_equals_undisturbed(pong, monkeypatch):
         games.receive()
     assert max(games.state()["episodes"]) == 1
     assert games.recent[0][0] < 0  # a random player loses
-    assert games.recent[0][1] < 100  # steps of four frames
+    assert games.recent[0][1] <= 100  # steps of four frames
     last = torch.randint(6, (2,), generator=generator)
     games.send(last)
     again = pong.start(2, seed=3)

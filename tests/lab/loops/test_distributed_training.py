@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Outcome(NamedTuple):
-    """Folder, sweep arguments, and output of the first of two processes."""
+    """Folder, sweep arguments, and output of the sweep by the first of two processes."""
 
     folder: Path
     sweep: list[str]
@@ -74,7 +74,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors
     assert not outputs[1][0]
-    return Outcome(folder, sweep, outputs[0][0])
+    return Outcome(folder, sweep, outputs[0][0].partition(distributed_script.SWEEP_STARTS)[2])
 
 
 @pytest.mark.filterwarnings("ignore:gain_penalty")  # the network without norms has no gains

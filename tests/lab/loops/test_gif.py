@@ -9,11 +9,11 @@ from nero_lab.loops import gif
 
 
 def test_encode_gif_shortens_to_the_limit(monkeypatch):
-    pictures = [torch.randint(256, (40, 30, 3), dtype=torch.uint8) for _ in range(40)]
+    pictures = [torch.randint(256, (20, 15, 3), dtype=torch.uint8) for _ in range(40)]
     with Image.open(BytesIO(gif.encode_gif(pictures))) as whole:
-        assert (whole.n_frames, whole.size, whole.info["duration"]) == (40, (30, 40), 70)
-    monkeypatch.setattr(gif, "MAX_BYTES", 30_000)
+        assert (whole.n_frames, whole.size, whole.info["duration"]) == (40, (15, 20), 70)
+    monkeypatch.setattr(gif, "MAX_BYTES", 10_000)
     content = gif.encode_gif(pictures)
-    assert len(content) <= 30_000
+    assert len(content) <= 10_000
     with Image.open(BytesIO(content)) as cut:
         assert 1 < cut.n_frames < 40

@@ -26,7 +26,7 @@ import watching
 
 import nero
 from nero.backends import BACKENDS, eager
-from nero_lab.data import Images, ImageDataset
+from nero_lab.data import ImageDataset, Images
 from nero_lab.loops.ppo import PPO
 from nero_lab.store import read_records
 
@@ -175,8 +175,8 @@ def small_suite(monkeypatch: pytest.MonkeyPatch):
     from dataclasses import replace
     from functools import partial
 
-    from test_paper import made
     from lab.gan_cases import tiny_metrics
+    from test_paper import made
 
     from nero_lab.data import load
     from nero_lab.loops.adversarial import Adversarial

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab.data_cases import REAL
+from lab.data_cases import real_folder
 
 from nero_lab.data import FILES, DataError, corpus, load, sources
 
@@ -93,9 +93,8 @@ def test_wikitext2_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.Mon
         load("wikitext2", tmp_path)
 
 
-@pytest.mark.skipif(not REAL or not Path(REAL, "wikitext-2").is_dir(), reason="no WikiText-2: set NERO_DATA")
 def test_wikitext2_published_files_have_known_sizes():
-    found = load("wikitext2", Path(REAL))
+    found = load("wikitext2", real_folder("wikitext2", *sources.WIKITEXT2))
     assert len(found.vocabulary) == 33278
     assert found.examples == 20 * 2984
     assert int((found.train.labels >= 0).sum()) == 20 * (2_088_628 // 20 - 1)

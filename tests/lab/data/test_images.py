@@ -92,7 +92,7 @@ def test_cifar10_published_files_have_known_moments():
 
 
 def moments(pixels: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The mean and standard deviation of each channel, to four decimals, from how often each byte occurs."""
+    """Compute mean and standard deviation of each channel to four decimals, from the histogram of its bytes."""
     values = torch.arange(256, dtype=torch.float64) / 255
     means, deviations = [], []
     for channel in range(pixels.shape[1]):

@@ -14,9 +14,9 @@ import torch.nn.functional as F  # noqa: N812
 from timing import machine
 from torch import Tensor
 
-from nero_lab.data import Pictures, load
-from nero_lab.image_metrics import judges
-from nero_lab.store import commit
+from nero_lab.data import ImageDataset, load
+from nero_lab.image_metrics import available_metrics
+from nero_lab.provenance import commit
 
 ROOT = Path(__file__).parents[1]
 BATCH = 100
@@ -33,18 +33,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     data = load("cifar10", arguments.data)
-    assert isinstance(data, Pictures)
+    assert isinstance(data, ImageDataset)
     count = arguments.images
     train, test = (part.pixels[:count].to(device) for part in (data.train, data.test))
     found: dict[str, dict[str, float]] = {}
-    for judge in judges(device):
-        real = judge.gaussian(torch.split(train, BATCH))
-        distances = found.setdefault(judge.name, {})
+    for metric in available_metrics(device):
+        real = metric.gaussian(torch.split(train, BATCH))
+        distances = found.setdefault(metric.name, {})
         sets = {"themselves": None, "test": test, **spoilt(test, data.test.labels[:count])}
         for name, pixels in sets.items():
-            other = real if pixels is None else judge.gaussian(torch.split(pixels, BATCH))
+            other = real if pixels is None else metric.gaussian(torch.split(pixels, BATCH))
             distances[name] = float(f"{real.distance(other):.6g}")
-            print(f"{judge.name}: {name} {distances[name]:.6g}", flush=True)
+            print(f"{metric.name}: {name} {distances[name]:.6g}", flush=True)
     record = {
         "date": date.today().isoformat(),
         "machine": machine(device),

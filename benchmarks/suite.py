@@ -28,12 +28,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import nero
-from nero_lab.data import Corpus, Dataset, Images, Pairs, Pictures, load
+from nero_lab.data import Corpus, Dataset, ImageDataset, Images, Pairs, load
 from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Precision, Task
-from nero_lab.store import commit
+from nero_lab.provenance import commit
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -160,7 +160,7 @@ def time_cells(
     while not trainings[-1].finished:
         for training in trainings:
             training.advance()
-        if trainings[-1].known > len(times):  # the host has waited for the epoch's numbers
+        if trainings[-1].epochs_known > len(times):  # the host has waited for the epoch's numbers
             times.append(time.perf_counter() - start)
             start = time.perf_counter()
     epoch_s = statistics.median(times[1:])
@@ -171,7 +171,7 @@ def time_cells(
         "precision": precision,
         "side_by_side": len(cells),
         "seconds_an_epoch": round(larger * epoch_s, 4),
-        "milliseconds_a_step": round(1e3 * epoch_s / trainings[0].steps_an_epoch, 3),
+        "milliseconds_a_step": round(1e3 * epoch_s / trainings[0].steps_per_epoch, 3),
         "seconds_to_begin": round(warm_up_s, 2),
         "seconds_in_full": round(larger * epoch_s * task.epochs + warm_up_s, 1),
     }
@@ -196,10 +196,10 @@ def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> R
         "optimiser": optimiser,
         "precision": precision,
         "side_by_side": 1,
-        "seconds_an_epoch": round(step_s * training.steps_an_epoch, 4),
+        "seconds_an_epoch": round(step_s * training.steps_per_epoch, 4),
         "milliseconds_a_step": round(1e3 * step_s, 3),
         "seconds_to_begin": round(warm_up_s, 2),
-        "seconds_in_full": round(step_s * training.steps_an_epoch * task.epochs + warm_up_s, 1),
+        "seconds_in_full": round(step_s * training.steps_per_epoch * task.epochs + warm_up_s, 1),
     }
 
 
@@ -291,13 +291,13 @@ def host_batches(train: Images, batch: int = 250) -> Iterator[tuple[Tensor, Tens
 
 def training_images(data: Dataset) -> Images:
     """Return the training images of a data set of images."""
-    assert isinstance(data, Pictures)
+    assert isinstance(data, ImageDataset)
     return data.train
 
 
 def first_part(data: Dataset, share: float, batch: int) -> Dataset:
     """Return the first examples of a data set, at least two batches of each part."""
-    assert isinstance(data, Pictures | Corpus | Pairs)
+    assert isinstance(data, ImageDataset | Corpus | Pairs)
     if isinstance(data, Pairs):
         pairs = [_first_sentences(part, share, batch) for part in (data.train, data.valid, data.test)]
         return replace(data, train=pairs[0], valid=pairs[1], test=pairs[2])

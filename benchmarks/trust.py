@@ -25,7 +25,8 @@ from nero.theory import relative_change
 from nero_lab.data import load
 from nero_lab.models.dropout import Dropout
 from nero_lab.protocol import Task
-from nero_lab.store import commit, write_bytes
+from nero_lab.provenance import commit
+from nero_lab.store import write_bytes
 from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]

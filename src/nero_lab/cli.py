@@ -247,8 +247,8 @@ def _load_for(task: Task, folder: Path | None, device: torch.device) -> tuple[Da
     dataset = _load(task.dataset, folder).to(device)
     if not isinstance(dataset, Photos):
         return dataset, None
-    dataset = dataset.measured(task.batch)
-    console.print(dataset.told)
+    dataset = dataset.with_measured_rate(task.batch)
+    console.print(dataset.description)
     return dataset, dataset.name if dataset.name != task.dataset else None
 
 

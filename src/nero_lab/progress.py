@@ -90,27 +90,27 @@ class Display:
         self._epochs_written[settings] = 0
         self._write_epochs(training)  # a resumed run may have ended before all its epochs were written
         self._bars[settings] = self.progress.add_task(
-            name, total=settings.epochs * training.steps_an_epoch, completed=training.steps_done, metric=""
+            name, total=settings.epochs * training.steps_per_epoch, completed=training.steps_done, metric=""
         )
-        training.tell = partial(self._show_work, self._bars[settings], name)
+        training.on_activity = partial(self._show_work, self._bars[settings], name)
         if training.steps_done:
             self.console.print(f"{name}: continues from epoch {training.epoch}, step {training.step}")
 
     def stepped(self, training: Training) -> None:
         now = time.monotonic()
-        is_new_epoch = training.known > self._epochs_written[training.settings]
+        is_new_epoch = training.epochs_known > self._epochs_written[training.settings]
         if is_new_epoch:
-            if not self._epochs_written[training.settings] and (remark := training.remark()):
+            if not self._epochs_written[training.settings] and (remark := training.throughput_note()):
                 self.console.print(f"{training.task.run_name(training.settings)}: {remark}")
             self._write_epochs(training)
         elif now - self._refreshed_at < REFRESH_EVERY_S:
             return
         self._refreshed_at = now
-        metric = ", ".join(filter(None, (self._current_metrics(training, is_new_epoch), training.pace())))
+        metric = ", ".join(filter(None, (self._current_metrics(training, is_new_epoch), training.speed())))
         self.progress.update(self._bars[training.settings], completed=training.steps_done, metric=metric)
         if not self.console.is_terminal and now - self._logged_at > LOG_EVERY_S:
             self._logged_at = now
-            share = training.steps_done / (training.settings.epochs * training.steps_an_epoch)
+            share = training.steps_done / (training.settings.epochs * training.steps_per_epoch)
             took, left = duration(training.seconds), duration(training.seconds * (1 / share - 1))
             parts = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
             self.console.print(f"{training.task.run_name(training.settings)}: {', '.join(parts)}")
@@ -130,8 +130,8 @@ class Display:
     def _current_metrics(self, training: Training, is_new_epoch: bool) -> str:
         # reading the epoch under way would make the host wait for a GPU
         if is_new_epoch or training.device.type != "cpu":
-            return _last_metrics(training) if training.known else ""
-        so_far = format_metrics(training.task, training.so_far())
+            return _last_metrics(training) if training.epochs_known else ""
+        so_far = format_metrics(training.task, training.running_metrics())
         return f"{so_far} so far" if so_far else ""
 
     def _show_work(self, bar: TaskID, name: str, work: str, share: float = 0.0) -> None:
@@ -147,9 +147,9 @@ class Display:
     def _write_epochs(self, training: Training) -> None:
         """Write the numbers of new epochs to TensorBoard's file."""
         writer, written = self._writers.get(training.settings), self._epochs_written[training.settings]
-        self._epochs_written[training.settings] = training.known
+        self._epochs_written[training.settings] = training.epochs_known
         try:
-            for epoch in range(written, training.known):
+            for epoch in range(written, training.epochs_known):
                 for name, values in training.curve.items():
                     if writer is not None and (value := values[epoch]) is not None:
                         writer.add_scalar(name.replace("_", "/"), value, epoch + 1)

@@ -16,7 +16,7 @@ import torch
 
 import nero
 from nero_lab import atomic
-from nero_lab.loops.training import Training, on_cpu
+from nero_lab.loops.training import Training, copy_to_cpu
 from nero_lab.protocol import Settings, Task
 from nero_lab.provenance import commit, device_name, versions
 
@@ -159,7 +159,7 @@ class Store:
             "batch": training.task.batch,
             "options": _options(training.task, training.settings),
             "curve": {name: [_rounded(value) for value in values] for name, values in training.curve.items()},
-            **training.verdict(),
+            **training.final_results(),
             "commit": ", ".join(name for name in commits if name) or None,
             "resumed": training.resumed,
             "versions": versions(),
@@ -174,7 +174,7 @@ class Store:
         record = self.make_record(training)
         self.write_files(training)  # after make_record, whose verdict may add files
         if self.weights:
-            weights = on_cpu(dict(training.network.state_dict()))
+            weights = copy_to_cpu(dict(training.network.state_dict()))
             path = self.path(training.task, training.settings, ".pt")
             write_atomically(path, lambda file: torch.save(weights, file))
         line = json.dumps(record, allow_nan=False) + "\n"

@@ -33,7 +33,7 @@ class RunObserver(Protocol):
         """Handle a run that starts or resumes."""
 
     def stepped(self, training: Training) -> None:
-        """Handle a step. ``training.known`` is the number of epochs whose numbers are available."""
+        """Handle a step. ``training.epochs_known`` is the number of epochs whose numbers are available."""
 
     def ended(self, training: Training) -> None:
         """Handle a run that is finished and recorded."""
@@ -132,7 +132,7 @@ class _Runner:
             try:
                 training.advance()
             except Exception:
-                if training.mid_step:  # its state is inconsistent, and must not be saved
+                if training.is_mid_step:  # its state is inconsistent, and must not be saved
                     self.active.remove(training)
                 raise
         self.observer.stepped(training)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases import CASES, ROUNDING, TOLERANCE, Case, Oracle
-from conftest import few
+from interpreter import few
 from torch import Tensor
 
 import nero

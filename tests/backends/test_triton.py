@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from cases import TOLERANCE, Case, Oracle
-from conftest import INTERPRETED
+from interpreter import INTERPRETED
 from torch import Tensor, nn
 
 import nero

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from interpreter import INTERPRETED
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

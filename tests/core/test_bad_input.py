@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from conftest import few
+from interpreter import few
 from torch import Tensor, nn
 
 import nero

@@ -8,7 +8,7 @@ import weakref
 import numpy
 import pytest
 import torch
-from conftest import few
+from interpreter import few
 from torch import Tensor, nn
 from training import assert_same_state, fill_grads, network, train
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import few
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from interpreter import few
 from torch import Tensor
 
 import nero

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import INTERPRETED
+from interpreter import INTERPRETED
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

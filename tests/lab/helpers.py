@@ -13,8 +13,8 @@ pytest.importorskip("typer")
 from rich.console import Console
 
 from nero_lab import sweep
-from nero_lab.data import Images, Pictures, pairs
-from nero_lab.data.augment import crop_flip_rotate
+from nero_lab.data import ImageDataset, Images, pairs
+from nero_lab.data.augmentation import crop_flip_rotate
 from nero_lab.data.corpus import numbered
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import reparameterised
@@ -46,7 +46,7 @@ def make_data(name="cifar10", examples=20, tests=10, seed=0):
         return Images((noise + 15 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
 
     channels = shape[0]
-    return Pictures(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
+    return ImageDataset(name, images(examples), images(tests), (0.5,) * channels, (0.25,) * channels)
 
 
 class Killed(BaseException):
@@ -145,8 +145,8 @@ def finish(training):
 
 def start_run(loop, store, epochs=None):
     """Save a run of a tiny task of the loop after one step. Return the task, the settings and the data."""
-    import test_paper_cgan as cgan
-    import test_paper_pong as pong
+    from lab import gan_cases as cgan
+    from lab import pong_cases as pong
 
     task, data = {
         "supervised": (TINY, make_data()),

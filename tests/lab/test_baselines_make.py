@@ -6,7 +6,7 @@ import math
 import oracle
 import pytest
 import torch
-from baseline_cases import assert_close, flat, give_gradients, length, network, run
+from lab.baseline_cases import assert_close, flat, give_gradients, length, network, run
 from torch import nn
 
 import nero

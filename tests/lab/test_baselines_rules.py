@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from baseline_cases import OTHERS, TOLERANCES, Loops, flat, follow, network, others, run
-from conftest import INTERPRETED
+from interpreter import INTERPRETED
+from lab.baseline_cases import OTHERS, TOLERANCES, Loops, flat, follow, network, others, run
 from torch import nn
 
 from nero.backends.triton import project

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from baseline_cases import OTHERS, assert_close, equal, flat, give_gradients, network, others, run
+from lab.baseline_cases import OTHERS, assert_close, equal, flat, give_gradients, network, others, run
 from torch import Tensor, nn
 
 import nero

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_data
+from lab.helpers import make_data
 from matplotlib.figure import Figure
 from rich.console import Console
 

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TINY, finish, make_data
+from lab.helpers import TINY, finish, make_data
+from nero_lab.loops.captured import Captured
 
 from nero_lab.baselines import lamb
 from nero_lab.data import pairs
-from nero_lab.loops.captured import Captured
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.tasks import TASKS

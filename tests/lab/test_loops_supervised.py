@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from helpers import CPU, FAST, TINY, finish, make_data
+from lab.helpers import CPU, FAST, TINY, finish, make_data
 from torch import nn
 
 from nero_lab import data as data_module
@@ -31,7 +31,7 @@ def test_evaluation_any_batch_size_matches_one_batch(dataset, monkeypatch):
     training = Supervised(replace(TINY, model=models[dataset], dataset=dataset), TINY.settings("nero"), data)
     for part in data.parts:
         for module in (data_module, corpus, pairs):
-            monkeypatch.setattr(module, "LOOK", 10**6)
+            monkeypatch.setattr(module, "METRIC_BATCH", 10**6)
         whole = training._look(part)
         ((*inputs, labels),) = data.batches(part)
         with torch.no_grad():
@@ -40,7 +40,7 @@ def test_evaluation_any_batch_size_matches_one_batch(dataset, monkeypatch):
         wanted += [(logits.argmax(-1) == labels).sum().item(), (labels >= 0).sum().item()]
         assert whole.tolist() == pytest.approx(wanted, rel=1e-5)
         for module in (data_module, corpus, pairs):
-            monkeypatch.setattr(module, "LOOK", 3)
+            monkeypatch.setattr(module, "METRIC_BATCH", 3)
         assert len(list(data.batches(part))) > 2
         assert training._look(part).tolist() == pytest.approx(wanted, rel=1e-5)
 
@@ -90,7 +90,7 @@ def test_delayed_epoch_numbers_are_the_same(lag, monkeypatch):
             assert delayed.known == delayed.epoch
         if delayed.step == 0:
             assert (delayed.known == delayed.epoch) == delayed.finished
-    steps = min(lag, delayed.steps_an_epoch - 1)
+    steps = min(lag, delayed.steps_per_epoch - 1)
     assert arrivals == [*((epoch, steps) for epoch in range(1, settings.epochs)), (settings.epochs, 0)]
     unfinished = Supervised(FAST, settings, data)
     while unfinished.epoch == 0:

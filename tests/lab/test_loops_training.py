@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import TINY, RecordingObserver, make_data, start_run
+from lab.helpers import TINY, RecordingObserver, make_data, start_run
 from torch import Tensor
 
 from nero_lab.data import DataError

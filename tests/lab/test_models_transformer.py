@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from helpers import make_data
+from lab.helpers import make_data
 from torch import nn
 
 import nero

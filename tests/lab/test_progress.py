@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from helpers import FAST, checkpoint_every_step, make_data, make_display
+from lab.helpers import FAST, checkpoint_every_step, make_data, make_display
 
 from nero_lab import progress
 from nero_lab.loops.supervised import LAG, Supervised

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CPU, FAST, TINY, RecordingObserver, make_data, start_run
+from lab.helpers import CPU, FAST, TINY, RecordingObserver, make_data, start_run
 
 from nero_lab.loops import adversarial
 from nero_lab.loops.supervised import Supervised

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
+from lab.helpers import (
     FAST,
     TINY,
     Killed,

@@ -4,7 +4,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import FAST, RecordingObserver, comparable, make_data
+from lab.helpers import FAST, RecordingObserver, comparable, make_data
 
 from nero_lab import distributed
 from nero_lab.loops.supervised import Supervised

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import finish, make_data
+from lab.helpers import finish, make_data
 from torch import nn
 
 import nero
@@ -84,7 +84,7 @@ def test_translation_perfect_output_has_bleu_100(monkeypatch, tmp_path):
     data = make_data("multi30k", examples=40, tests=30)
     task = replace(TASKS["translation"], model=partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=1))
     training = Supervised(task, task.settings("nero", epochs=1), data)
-    poor = training.verdict()["test_bleu"]
+    poor = training.final_results()["test_bleu"]
     assert 0 <= poor < 50
     answers = {
         tuple(words): labels for words, labels in zip(data.test.words[:, 0].tolist(), data.test.labels, strict=True)
@@ -101,7 +101,7 @@ def test_translation_perfect_output_has_bleu_100(monkeypatch, tmp_path):
     assert Store(tmp_path).finish(training)["test_bleu"] == 100
     assert read_records(tmp_path)[0]["test_bleu"] == 100
     monkeypatch.setattr("nero_lab.tasks.paper.translation.find_spec", lambda _: None)
-    assert training.verdict() == {}
+    assert training.final_results() == {}
 
 
 def test_translation_schedule_rises_and_falls():

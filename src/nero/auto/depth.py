@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from nero.preserve import copy_inputs, preserved
 from nero.roles import roles_of
 
-#: The defaults of lr="auto" (docs/guide/auto.md): the relative change allowed to the whole network, and the longest step in
-#: multiples of the angle.
+#: The relative change that lr="auto" allows to the whole network, and its longest step in multiples of the angle
+#: (docs/guide/auto.md).
 TRUST = 0.1
 LONGEST_STEP = 3.0
 _REMEDY = "give lr as a number, or give depth=..."

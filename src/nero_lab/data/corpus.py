@@ -8,23 +8,23 @@ from torch import Tensor
 
 from nero_lab.data import sources
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, read
+from nero_lab.data.folder import Folder, read_verified
 from nero_lab.data.formats import lines
-from nero_lab.data.texts import NOTHING, Texts
+from nero_lab.data.texts import IGNORED_LABEL, Texts
 
-#: What stands for the end of a line.
-END = "<eos>"
-#: How many words a network reads at a time.
-LENGTH = 35
-#: How many streams a text is cut into, to be read side by side: to train on, and to look at.
-STREAMS, STREAMS_LOOKED_AT = 20, 10
-#: How many rows are looked at together.
-LOOK = 100
+#: Word at the end of each line.
+END_OF_LINE = "<eos>"
+#: Words per row, the context of the language model.
+ROW_WORDS = 35
+#: Parallel streams that a text is cut into.
+TRAIN_STREAMS, EVAL_STREAMS = 20, 10
+#: Rows per batch of an evaluation.
+EVAL_BATCH = 100
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A text in rows of :data:`LENGTH` words, each with the words that follow them as its labels."""
+    """Text in rows of :data:`ROW_WORDS` words; the labels are the words that follow."""
 
     words: Tensor
     labels: Tensor
@@ -35,73 +35,71 @@ class Rows:
 
 @dataclass(frozen=True)
 class Corpus(Texts[Rows]):
-    """Three texts in rows. The first :data:`STREAMS` rows of ``train`` are read together first, and so on.
+    """Three texts in rows. The first :data:`TRAIN_STREAMS` rows of ``train`` begin the streams, the next continue them.
 
-    Its vocabulary has every word of the three, in the order in which they first come up.
+    The vocabulary holds every word of the three texts, in order of first occurrence.
     """
 
     def epoch(self, batch: int, generator: object, augment: object) -> Sequence[tuple[Tensor, Tensor]]:  # noqa: ARG002
-        """The text as it was written: nothing is left to chance."""
+        """Return the training rows in their order; nothing is random."""
         return list(zip(torch.split(self.train.words, batch), torch.split(self.train.labels, batch), strict=True))
 
     def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         rows: Rows = getattr(self, part)
-        yield from zip(torch.split(rows.words, LOOK), torch.split(rows.labels, LOOK), strict=True)
+        yield from zip(torch.split(rows.words, EVAL_BATCH), torch.split(rows.labels, EVAL_BATCH), strict=True)
 
 
 def wikitext2(folder: Folder) -> Corpus:
-    """WikiText-2 from its three files."""
-    texts = [words(*file(folder, name)) for name in sources.WIKITEXT2]
-    return numbered("wikitext2", *texts)
+    """Load WikiText-2 from its three files."""
+
+    def words(name: str) -> list[str]:
+        path = folder.find(name) or folder.download(name, sources.FOLDERS["wikitext2"], sources.WIKITEXT2)
+        return split_words(read_verified(path), str(path))
+
+    return build_corpus("wikitext2", *map(words, sources.WIKITEXT2))
 
 
-def file(folder: Folder, name: str) -> tuple[bytes, str]:
-    """A file's content, downloaded if it is not there, and where it is from."""
-    path = folder.find(name) or folder.bring(name, sources.FOLDERS["wikitext2"], sources.WIKITEXT2)
-    return read(path), str(path)
-
-
-def words(content: bytes, source: str) -> list[str]:
-    """The words of a text, and at the end of each line a mark."""
-    found = [word for line in lines(content, source) for word in (*line.split(), END)]
-    least = 2 * max(STREAMS, STREAMS_LOOKED_AT)  # a word and one to follow it, in each stream
-    if len(found) < least:
+def split_words(content: bytes, source: str) -> list[str]:
+    """Split a text into words, with :data:`END_OF_LINE` after each line."""
+    words = [word for line in lines(content, source) for word in (*line.split(), END_OF_LINE)]
+    least = 2 * max(TRAIN_STREAMS, EVAL_STREAMS)  # each stream needs a word and its successor
+    if len(words) < least:
         raise DataError(
-            f"{source} has {len(found)} words, and a text needs {least}. Delete it and run again, "
-            "to have the data brought anew"
+            f"{source} must have at least {least} words, got {len(words)}. Delete it and run again, to download it anew"
         )
-    return found
+    return words
 
 
-def numbered(name: str, train: list[str], valid: list[str], test: list[str]) -> Corpus:
-    """Texts with one vocabulary, in rows."""
+def build_corpus(name: str, train: list[str], valid: list[str], test: list[str]) -> Corpus:
+    """Number the words of three texts by one vocabulary, and cut the texts into rows."""
     numbers = {word: number for number, word in enumerate(dict.fromkeys((*train, *valid, *test)))}
 
     def rows(text: Iterable[str], streams: int) -> Rows:
-        return cut(torch.tensor([numbers[word] for word in text]), streams)
+        return cut_into_rows(torch.tensor([numbers[word] for word in text]), streams)
 
     return Corpus(
         name,
         tuple(numbers),
-        rows(train, STREAMS),
-        rows(valid, STREAMS_LOOKED_AT),
-        rows(test, STREAMS_LOOKED_AT),
+        rows(train, TRAIN_STREAMS),
+        rows(valid, EVAL_STREAMS),
+        rows(test, EVAL_STREAMS),
     )
 
 
-def cut(text: Tensor, streams: int, length: int = LENGTH) -> Rows:
-    """A text cut into streams of equal length, what is left over dropped, and these into rows, one after the other.
+def cut_into_rows(text: Tensor, streams: int, length: int = ROW_WORDS) -> Rows:
+    """Cut a text into streams of equal length, and the streams into rows; drop the remainder.
 
-    The first rows are the beginnings of all streams, the next ones what follows; the last ones are filled up.
+    The first rows begin the streams, the next ones continue them; the last ones are padded.
 
     Example:
-        >>> rows = cut(torch.arange(9), streams=2, length=2)
+        >>> rows = cut_into_rows(torch.arange(9), streams=2, length=2)
         >>> rows.words.tolist(), rows.labels.tolist()
         ([[0, 1], [4, 5], [2, 0], [6, 0]], [[1, 2], [5, 6], [3, -100], [7, -100]])
     """
-    each = len(text) // streams
-    laid = text[: each * streams].view(streams, each)
-    filled = -(-(each - 1) // length) * length
-    words, labels = torch.zeros(streams, filled, dtype=torch.long), torch.full((streams, filled), NOTHING)
-    words[:, : each - 1], labels[:, : each - 1] = laid[:, :-1], laid[:, 1:]
+    stream_length = len(text) // streams
+    inputs = stream_length - 1  # the last word of a stream is a label only
+    stacked = text[: stream_length * streams].view(streams, stream_length)
+    padded = -(-inputs // length) * length
+    words, labels = torch.zeros(streams, padded, dtype=torch.long), torch.full((streams, padded), IGNORED_LABEL)
+    words[:, :inputs], labels[:, :inputs] = stacked[:, :-1], stacked[:, 1:]
     return Rows(*(part.view(streams, -1, length).transpose(0, 1).reshape(-1, length) for part in (words, labels)))

@@ -1,4 +1,4 @@
-"""Bring a file from where it is published: whole and checked, or not at all."""
+"""Downloads that are verified by checksum and never leave a partial file."""
 
 import hashlib
 import urllib.request
@@ -12,80 +12,82 @@ from typing import NamedTuple, TypeAlias
 from nero_lab import atomic
 from nero_lab.data.errors import DataError
 
-#: Told, as work on a file goes on: what is done, such as "downloading train.txt", how many bytes of it are done, and of
-#: how many (0 where a server does not say).
+#: Called with an activity such as "downloading train.txt", the bytes done, and the total bytes (0 if unknown).
 Progress: TypeAlias = Callable[[str, int, int], None]
 
-#: How long, in seconds, a server may be silent.
-TIMEOUT = 30.0
-#: How often each home is tried, in turn.
-ROUNDS = 2
-PIECE = 1 << 18
+#: Seconds without an answer after which a server counts as unreachable.
+TIMEOUT_S = 30.0
+#: Attempts per mirror.
+ATTEMPTS = 2
+CHUNK_BYTES = 1 << 18
 
 #: Write a data file atomically: yields a temporary path, renamed to the given one at the end.
 replacing = partial(atomic.replacing, raises=DataError, remedy="or choose another folder by --data or $NERO_DATA")
 
 
-class _HomeError(Exception):
-    """A home did not give the file; not an OSError, which here is the disk's."""
+class _MirrorError(Exception):
+    """A mirror that did not deliver the file. Not an OSError, which here means the local disk."""
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     content: bytes
     done: int
     total: int
 
 
-def digest(checksum: str) -> "hashlib._Hash":
-    """An empty digest of the kind that a checksum such as "sha256:440f..." names."""
+def new_hash(checksum: str) -> "hashlib._Hash":
+    """Return an empty hash of the algorithm that a checksum such as "sha256:440f..." names."""
     return hashlib.new(checksum.partition(":")[0], usedforsecurity=False)
 
 
-def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress | None, otherwise: str) -> None:
-    """Write a file, from the first of the homes that gives it whole.
+def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress | None, remedy: str) -> None:
+    """Download a file from the first mirror that delivers it intact.
 
     Args:
-        urls: where it is published, the first choice first.
-        path: where to write it; its folder is made if need be.
-        checksum: what must come, as "sha256:..." or "md5:...".
-        progress: told as bytes arrive.
-        otherwise: what a person can do if nobody gives the file, for the error.
+        urls: addresses of the file, the preferred one first.
+        path: where to write it; its folder is created.
+        checksum: the expected checksum, as "sha256:..." or "md5:...".
+        progress: called as bytes arrive.
+        remedy: advice that ends the error message if every mirror fails.
+
+    Raises:
+        DataError: if every mirror fails, or the disk does.
     """
     failures = []
     with replacing(path) as part:
-        for url in [*urls] * ROUNDS:
+        for url in [*urls] * ATTEMPTS:
             try:
-                _bring(url, part, checksum, partial(progress, f"downloading {path.name}") if progress else None)
-            except _HomeError as error:
+                _fetch(url, part, checksum, partial(progress, f"downloading {path.name}") if progress else None)
+            except _MirrorError as error:
                 failures.append(f"{url}: {error}")
             else:
                 return
-        tried = "\n".join(f"  {failure}" for failure in dict.fromkeys(failures)) or "  no home of it is known"
-        raise DataError(f"could not download {path.name}; this was tried:\n{tried}\n{otherwise}")
+        tried = "\n".join(f"  {failure}" for failure in dict.fromkeys(failures)) or "  no mirror is known"
+        raise DataError(f"could not download {path.name}; tried:\n{tried}\n{remedy}")
 
 
-def _bring(url: str, part: Path, checksum: str, progress: Callable[[int, int], None] | None) -> None:
-    seen = digest(checksum)
-    with closing(_pieces(url)) as pieces, part.open("wb") as file:
-        for piece in pieces:
-            file.write(piece.content)
-            seen.update(piece.content)
+def _fetch(url: str, part: Path, checksum: str, progress: Callable[[int, int], None] | None) -> None:
+    received = new_hash(checksum)
+    with closing(_chunks(url)) as chunks, part.open("wb") as file:
+        for chunk in chunks:
+            file.write(chunk.content)
+            received.update(chunk.content)
             if progress is not None:
-                progress(piece.done, piece.total)
-    if seen.hexdigest() != checksum.partition(":")[2]:
-        raise _HomeError(f"what came is not the file, by its checksum ({checksum} is wanted)")
+                progress(chunk.done, chunk.total)
+    if received.hexdigest() != checksum.partition(":")[2]:
+        raise _MirrorError(f"the checksum must be {checksum}, got {received.hexdigest()}")
 
 
-def _pieces(url: str) -> Generator[_Piece, None, None]:
-    """A file as it arrives; a first piece, of nothing, as soon as there is an answer."""
+def _chunks(url: str) -> Generator[_Chunk, None, None]:
+    """Yield the chunks of a file as they arrive, after an empty one when the server answers."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             done, total = 0, int(response.headers.get("Content-Length") or 0)
-            yield _Piece(b"", done, total)
-            while content := response.read(PIECE):
+            yield _Chunk(b"", done, total)
+            while content := response.read(CHUNK_BYTES):
                 done += len(content)
-                yield _Piece(content, done, total)
+                yield _Chunk(content, done, total)
     except (OSError, HTTPException, ValueError) as error:
-        raise _HomeError(str(error) or type(error).__name__) from error
+        raise _MirrorError(str(error) or type(error).__name__) from error
     if done < total:
-        raise _HomeError(f"broke off after {done:,} of {total:,} bytes")
+        raise _MirrorError(f"broke off after {done:,} of {total:,} bytes")

@@ -1,5 +1,5 @@
-"""The one error of this package."""
+"""The exception of the data package."""
 
 
 class DataError(RuntimeError):
-    """Data that is not there, is broken, or cannot be brought; it says which file, and what to do."""
+    """Missing, damaged or unobtainable data. The message names the file and the remedy."""

@@ -1,93 +1,93 @@
-"""The folder that data sets lie in: which it is, what is in it, and what has to be brought."""
+"""The data folder: where it is, which files it holds, and verified reading of them."""
 
 import os
 from functools import cached_property
 from pathlib import Path
 
 from nero_lab.data import sources
-from nero_lab.data.download import Progress, digest, download
+from nero_lab.data.download import Progress, download, new_hash
 from nero_lab.data.errors import DataError
 
 
 class Folder:
-    """Where the files of one data set lie, or are to lie.
+    """Folder with the files of one data set.
 
     Args:
-        dataset: its name.
-        named: the folder the user asked for; None: $NERO_DATA, else nero's own in the user's cache.
-        progress: told of what takes long.
+        dataset: name of the data set.
+        requested: the folder that the user named; None: $NERO_DATA, else ``nero`` in the user's cache.
+        progress: called during downloads and tokenisation.
     """
 
-    def __init__(self, dataset: str, named: Path | None, progress: Progress | None) -> None:
-        self.dataset, self.named, self.progress = dataset, named, progress
+    def __init__(self, dataset: str, requested: Path | None, progress: Progress | None) -> None:
+        self.dataset, self.requested, self.progress = dataset, requested, progress
 
     @cached_property
     def path(self) -> Path:
-        """The folder itself, which must exist if it was named; a game never asks."""
-        return _chosen(self.named, "make it, to download into it, or " if self.dataset in sources.HOMES else "")
+        """The folder, which must exist if the user named it. Cached and lazy: a game needs no folder."""
+        return _resolve(self.requested, "create it to download into it, or " if self.dataset in sources.MIRRORS else "")
 
     def find(self, *names: str) -> Path | None:
-        """The first of the files that is there, in the data set's own folder or directly in the user's.
+        """Return the first file that exists, in the data set's subfolder or directly in the data folder.
 
-        Not there if the name could be that of anything.
+        Data sets of :data:`sources.GENERIC_NAMES` are searched for in their subfolder only.
         """
         own = self.path / sources.FOLDERS[self.dataset]
-        folders = (own,) if self.dataset in sources.PLAIN_NAMES else (own, self.path)
+        folders = (own,) if self.dataset in sources.GENERIC_NAMES else (own, self.path)
         paths = (folder / name for folder in folders for name in names)
         return next((path for path in paths if path.is_file()), None)
 
-    def bring(self, name: str, into: str, all_of_it: tuple[str, ...]) -> Path:
+    def download(self, name: str, into: str, by_hand: tuple[str, ...]) -> Path:
         """Download a file.
 
         Args:
-            name: what it is called, where it is published and here.
-            into: where in this folder to put it.
-            all_of_it: the files to bring by hand if that fails.
+            name: file name, on the mirrors and here.
+            into: subfolder to write it to.
+            by_hand: files to fetch by hand if the download fails, for the error message.
         """
         path = self.path / into / name
-        otherwise = (
-            f"Without a network, put {', '.join(all_of_it)} into {path.parent} by hand and run again, "
+        remedy = (
+            f"Without a network, put {', '.join(by_hand)} into {path.parent} by hand and run again, "
             "or name a folder that has them with --data or $NERO_DATA"
         )
-        urls = [home + name for home in sources.HOMES[self.dataset]]
-        download(urls, path, sources.FILES[name], self.progress, otherwise)
+        urls = [mirror + name for mirror in sources.MIRRORS[self.dataset]]
+        download(urls, path, sources.FILES[name], self.progress, remedy)
         return path
 
 
-def read(path: Path) -> bytes:
-    """The content of a file that is what it should be."""
-    return checked(path.read_bytes(), path.name, str(path))
+def read_verified(path: Path) -> bytes:
+    """Read a file and verify its checksum."""
+    return verify(path.read_bytes(), path.name, str(path))
 
 
-def checked(content: bytes, name: str, source: str) -> bytes:
-    """The content as it is, if it has the checksum of the file of that name."""
-    if not intact(content, name):
+def verify(content: bytes, name: str, source: str) -> bytes:
+    """Return the content if it has the checksum of the file ``name``; else raise a DataError that names the source."""
+    if not is_intact(content, name):
         raise DataError(
-            f"{source} is broken or incomplete: it has {len(content):,} bytes, and not the checksum "
-            f"{sources.FILES[name]}. Delete it and run again, to have the data brought anew"
+            f"{source} is damaged or incomplete: got {len(content):,} bytes without the checksum "
+            f"{sources.FILES[name]}. Delete it and run again, to download it anew"
         )
     return content
 
 
-def intact(content: bytes, name: str) -> bool:
-    """Whether a content has the checksum of the file of that name."""
-    seen = digest(sources.FILES[name])
-    seen.update(content)
-    return seen.hexdigest() == sources.FILES[name].partition(":")[2]
+def is_intact(content: bytes, name: str) -> bool:
+    """Return whether the content has the checksum of the file ``name``."""
+    found = new_hash(sources.FILES[name])
+    found.update(content)
+    return found.hexdigest() == sources.FILES[name].partition(":")[2]
 
 
-def _chosen(named: Path | None, otherwise: str) -> Path:
-    if named is not None:
-        return _existing(Path(named).expanduser(), "that was asked for", otherwise)
+def _resolve(requested: Path | None, remedy: str) -> Path:
+    if requested is not None:
+        return _require_folder(Path(requested).expanduser(), "the data folder", remedy)
     if variable := os.environ.get("NERO_DATA"):
-        return _existing(Path(variable).expanduser(), "that $NERO_DATA names", otherwise)
+        return _require_folder(Path(variable).expanduser(), "the data folder of $NERO_DATA,", remedy)
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # the standard says to ignore one that is not absolute
+    # the XDG standard says to ignore a relative path
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "nero"
 
 
-def _existing(path: Path, which: str, otherwise: str) -> Path:
+def _require_folder(path: Path, what: str, remedy: str) -> Path:
     if not path.is_dir():
-        what = "is no folder" if path.exists() else "does not exist"
-        raise DataError(f"the data folder {path}, {which}, {what}: {otherwise}name another")
+        fault = "is not a folder" if path.exists() else "does not exist"
+        raise DataError(f"{what} {path} {fault}: {remedy}name another")
     return path

@@ -1,4 +1,4 @@
-"""Readers of the published formats: bytes in, tensors out, and an error for what is malformed."""
+"""Parsers of the published file formats: bytes in, tensors out, a DataError for malformed content."""
 
 import gzip
 import io
@@ -19,29 +19,29 @@ CIFAR10_SHAPE = (3, 32, 32)
 
 
 def mnist_images(content: bytes, source: str) -> Tensor:
-    """The images of one of MNIST's files, as uint8 (N, 1, 28, 28)."""
-    images = _idx(content, 3, source)
+    """Parse a file of MNIST images into uint8 (N, 1, 28, 28)."""
+    images = _parse_idx(content, 3, source)
     if tuple(images.shape[1:]) != MNIST_SHAPE:
-        raise _malformed(source, f"its images are {images.shape[1]} x {images.shape[2]}, where MNIST's are 28 x 28")
+        raise _malformed(source, f"expected images of 28 x 28, got {images.shape[1]} x {images.shape[2]}")
     return images.unsqueeze(1)
 
 
 def mnist_labels(content: bytes, source: str) -> Tensor:
-    """The labels of one of MNIST's files, as int64 (N,)."""
-    return _labels(_idx(content, 1, source), source)
+    """Parse a file of MNIST labels into int64 (N,)."""
+    return _check_labels(_parse_idx(content, 1, source), source)
 
 
 def cifar10_batch(content: bytes, source: str) -> tuple[Tensor, Tensor]:
-    """The images, as uint8 (N, 3, 32, 32), and labels, as int64 (N,), of one of CIFAR-10's binary batches."""
+    """Parse a binary batch of CIFAR-10 into images, uint8 (N, 3, 32, 32), and labels, int64 (N,)."""
     row = 1 + math.prod(CIFAR10_SHAPE)
     if not content or len(content) % row:
-        raise _malformed(source, f"its {len(content):,} bytes are not one or more rows of {row:,}")
+        raise _malformed(source, f"expected one or more rows of {row:,} bytes, got {len(content):,} bytes")
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(-1, row)
-    return rows[:, 1:].reshape(-1, *CIFAR10_SHAPE), _labels(rows[:, 0], source)
+    return rows[:, 1:].reshape(-1, *CIFAR10_SHAPE), _check_labels(rows[:, 0], source)
 
 
 def gunzip(content: bytes, source: str) -> bytes:
-    """What a gzip file holds."""
+    """Decompress a gzip file."""
     try:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
@@ -49,53 +49,53 @@ def gunzip(content: bytes, source: str) -> bytes:
 
 
 def untar(content: bytes, wanted: Collection[str], source: str) -> dict[str, bytes]:
-    """The wanted files of a gzipped archive, in memory, by their names in it; of the rest nothing is read."""
-    found = {}
+    """Read the wanted members of a gzipped tar archive in memory; return their contents by name."""
+    contents = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
-            for member in archive:  # in the archive's order: going back would unpack it again from the start
+            for member in archive:  # in archive order: seeking back would decompress from the start
                 file = archive.extractfile(member) if member.name in wanted and member.isfile() else None
                 if file is not None:
-                    found[member.name] = file.read()
+                    contents[member.name] = file.read()
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise _malformed(source, f"it does not unpack ({error})") from error
-    missing = [name for name in wanted if name not in found]
+    missing = [name for name in wanted if name not in contents]
     if missing:
         raise _malformed(source, f"it does not hold {', '.join(missing)}")
-    return found
+    return contents
 
 
 def lines(content: bytes, source: str) -> list[str]:
-    """The lines of a text in UTF-8; they end with a newline, and with no other sign that may end a line."""
+    r"""Split UTF-8 text at newlines. Unlike ``str.splitlines``, split at ``\n`` only."""
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source} is not UTF-8: byte {error.start:,} is {content[error.start]:#x}. Save it as UTF-8, "
-            "or put a good copy in its place"
+            "or replace it by an intact copy"
         ) from error
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _idx(content: bytes, axes: int, source: str) -> Tensor:
-    """The bytes of an IDX file: two zeros, 8 for unsigned bytes, how many axes, their lengths, the bytes."""
+def _parse_idx(content: bytes, axes: int, source: str) -> Tensor:
+    """Parse an IDX file: two zeros, 8 for uint8, the number of axes, their lengths, the elements."""
     start = 4 + 4 * axes
     if content[:4] != bytes([0, 0, 8, axes]) or len(content) < start:
         begin = content[:4].hex(" ") or "nothing"
-        raise _malformed(source, f"it begins with {begin} and not with 00 00 08 0{axes} and {axes} lengths")
+        raise _malformed(source, f"expected a header of 00 00 08 0{axes} and {axes} lengths, got {begin}")
     shape = struct.unpack(f">{axes}I", content[4:start])
     if math.prod(shape) != len(content) - start or not math.prod(shape):
-        said = " x ".join(map(str, shape))
-        raise _malformed(source, f"it says that it holds {said} bytes, and holds {len(content) - start:,}")
+        sizes = " x ".join(map(str, shape))
+        raise _malformed(source, f"its header announces {sizes} bytes, got {len(content) - start:,}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=start).view(shape)
 
 
-def _labels(labels: Tensor, source: str) -> Tensor:
+def _check_labels(labels: Tensor, source: str) -> Tensor:
     largest = int(labels.max())
     if largest >= CLASSES:
-        raise _malformed(source, f"it has a label {largest}, where labels run from 0 to {CLASSES - 1}")
+        raise _malformed(source, f"labels must be in 0 .. {CLASSES - 1}, got {largest}")
     return labels.long()
 
 
-def _malformed(source: str, what: str) -> DataError:
-    return DataError(f"{source} is malformed: {what}. Delete it and run again, to have the data brought anew")
+def _malformed(source: str, fault: str) -> DataError:
+    return DataError(f"{source} is malformed: {fault}. Delete it and run again, to download it anew")

@@ -1,4 +1,4 @@
-"""Multi30k: German sentences and their English translations, as numbers of words."""
+"""Multi30k: German sentences and their English translations, as word numbers."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,36 +9,37 @@ from torch import Tensor
 
 from nero_lab.data import sources
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, read
+from nero_lab.data.folder import Folder, read_verified
 from nero_lab.data.formats import lines
-from nero_lab.data.texts import NOTHING, Texts
-from nero_lab.data.tokens import tokenise
+from nero_lab.data.texts import IGNORED_LABEL, Texts
+from nero_lab.data.tokens import tokenise_raw_files
 
-#: The first words of the vocabulary: nothing, a rare word, and the ends of a sentence.
+#: The first words of the vocabulary: padding, a rare word, the start and the end of a sentence.
 SPECIAL = ("<blank>", "<unk>", "<s>", "</s>")
 BLANK, UNKNOWN, BEGIN, END = range(4)
-#: How often a word comes up in its language, at least, to be one of the vocabulary.
-OFTEN = 3
-#: The longest sentence that is trained on, in words.
-LONGEST = 100
-#: Lengths of batches are multiples of this, so that there are few of them: each is a graph of its own.
-STEP = 8
-#: And so are the words that matter in a batch, with some blanks.
-ROOM = 128
-#: How many pairs are looked at together.
-LOOK = 200
-#: Added to a seed, so that the order of pairs and what is dropped do not come from the same numbers.
-OFFSET = 0x9E3779B9
+#: Occurrences in its language that put a word into the vocabulary.
+MIN_OCCURRENCES = 3
+#: Longer sentences are not trained on.
+MAX_TRAIN_WORDS = 100
+#: Batch lengths are multiples of this: each length costs a CUDA graph.
+LENGTH_MULTIPLE = 8
+#: The number of selected positions in a batch is a multiple of this, for the same reason.
+POSITIONS_MULTIPLE = 128
+#: Pairs per batch of an evaluation.
+EVAL_BATCH = 200
+#: Added to the seed of the order, so that it does not share random numbers with dropout.
+ORDER_SEED_OFFSET = 0x9E3779B9
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """Pairs of sentences.
+    """Pairs of padded sentences.
 
     Attributes:
-        words: (N, 2, L): what is read, and what is written, from its beginning on; filled up with blanks, one at least.
-        labels: (N, L): what is to be written next, to the end.
-        lengths: of the two, on the host.
+        words: (N, 2, L): the source sentence, and the target sentence without its end; each padded by at least one
+            blank.
+        labels: (N, L): the target sentence without its start.
+        lengths: lengths of source and target, on the host.
     """
 
     words: Tensor
@@ -49,112 +50,120 @@ class Sentences:
         return replace(self, words=self.words.to(device), labels=self.labels.to(device))
 
     def batches(self, size: int, order: Sequence[int] | None = None) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The pairs in batches, in an order or as they are.
+        """Cut the pairs into batches.
+
+        Args:
+            size: pairs per batch.
+            order: order of the pairs; None: as they are.
 
         Returns:
-            of each batch, words without most of the blanks that sentences end with; (2, T) places of the words that
-            are none, filled up with places of blanks, one at least, in what is read and what is written, each taken
-            as a line; and the labels of the latter.
+            For each batch: words, (n, 2, l) with most of the padding removed; positions, (2, T), of the words in the
+            flattened source and target, filled up with positions of blanks, at least one; and the labels, (T,), at the
+            positions of the target.
         """
-        there = None if order is None else self._there(order)
+        chosen_order = None if order is None else self._copy_order(order)
         order = range(len(self.lengths)) if order is None else order
-        found = []
+        batches = []
         for start in range(0, len(order), size):
             lengths = [self.lengths[each] for each in order[start : start + size]]
-            length = min(_up(1 + max(map(max, lengths)), STEP), self.labels.shape[1])
-            count = min(_up(1 + max(map(sum, zip(*lengths, strict=True))), ROOM), len(lengths) * length)
-            chosen = slice(start, start + size) if there is None else there[start : start + size]
-            words = self.words[chosen, :, :length]
+            length = min(_round_up(1 + max(map(max, lengths)), LENGTH_MULTIPLE), self.labels.shape[1])
+            most = max(map(sum, zip(*lengths, strict=True)))
+            count = min(_round_up(1 + most, POSITIONS_MULTIPLE), len(lengths) * length)
+            rows = slice(start, start + size) if chosen_order is None else chosen_order[start : start + size]
+            words = self.words[rows, :, :length]
             blank = (words == BLANK).transpose(0, 1).flatten(1).byte()
-            places = blank.argsort(dim=1, stable=True)[:, :count]
-            found.append((words, places, self.labels[chosen, :length].flatten()[places[1]]))
-        return found
+            positions = blank.argsort(dim=1, stable=True)[:, :count]  # words first, then blanks
+            batches.append((words, positions, self.labels[rows, :length].flatten()[positions[1]]))
+        return batches
 
-    def _there(self, order: Sequence[int]) -> Tensor:
-        """An order on the device, which is not waited for."""
-        here = torch.tensor(order)
-        return (here.pin_memory() if self.words.is_cuda else here).to(self.words.device, non_blocking=True)
+    def _copy_order(self, order: Sequence[int]) -> Tensor:
+        """Copy an order to the device without synchronising."""
+        host = torch.tensor(order)
+        return (host.pin_memory() if self.words.is_cuda else host).to(self.words.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Pairs(Texts[Sentences]):
-    """A corpus in two languages, whose vocabulary has the special words, then those of both.
+    """Corpus in two languages. The vocabulary holds the special words, then the words of both languages.
 
     Attributes:
-        references: what is to be written of ``test``, in words.
+        references: the target sentences of ``test``, in words.
     """
 
     references: tuple[str, ...]
 
     def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[tuple[Tensor, ...]]:  # noqa: ARG002
-        """All pairs in an order that the generator's seed decides, on the host, which has to know the lengths."""
-        host = torch.Generator().manual_seed(generator.initial_seed() + OFFSET)
+        """Return all pairs in an order set by the generator's seed; drawn on the host, which needs the lengths."""
+        host = torch.Generator().manual_seed(generator.initial_seed() + ORDER_SEED_OFFSET)
         return self.train.batches(batch, torch.randperm(self.examples, generator=host).tolist())
 
     def batches(self, part: str) -> Iterator[tuple[Tensor, ...]]:
         sentences: Sentences = getattr(self, part)
-        yield from sentences.batches(LOOK)
+        yield from sentences.batches(EVAL_BATCH)
 
-    def said(self, words: Sequence[int]) -> str:
-        """A sentence in words, up to its end."""
+    def to_text(self, words: Sequence[int]) -> str:
+        """Join the words of a sentence, up to its end."""
         until = list(words).index(END) if END in words else len(words)
         return " ".join(self.vocabulary[word] for word in words[:until])
 
 
-def _up(count: int, step: int) -> int:
-    """The next multiple."""
-    return -(-count // step) * step
-
-
 def multi30k(folder: Folder) -> Pairs:
-    """Multi30k from its six files, which are made from the raw ones if these are there."""
-    tokenise(folder)
+    """Load Multi30k from its six tokenised files; tokenise the raw files first if they are there."""
+    tokenise_raw_files(folder)
     by_hand = (*sources.MULTI30K_RAW, f"or the raw {', '.join(sources.MULTI30K_RAW.values())}")
 
     def sentences(name: str) -> list[list[str]]:
-        path = folder.find(name) or folder.bring(name, sources.FOLDERS["multi30k"], by_hand)
-        return [line.split() for line in lines(read(path), str(path))]
+        path = folder.find(name) or folder.download(name, sources.FOLDERS["multi30k"], by_hand)
+        return [line.split() for line in lines(read_verified(path), str(path))]
 
     def both(german: str, english: str) -> list[tuple[list[str], list[str]]]:
         first, second = sentences(german), sentences(english)
         if len(first) != len(second):
             raise DataError(
-                f"{german} has {len(first):,} sentences and {english} has {len(second):,}: these do not belong "
-                f"together. Delete both from {folder.path} and run again"
+                f"{german} has {len(first):,} sentences, but {english} has {len(second):,}. "
+                f"Delete both from {folder.path} and run again"
             )
         return list(zip(first, second, strict=True))
 
-    return numbered("multi30k", *(both(*pair) for pair in sources.MULTI30K))
+    return build_pairs("multi30k", *(both(*pair) for pair in sources.MULTI30K))
 
 
-def numbered(
+def build_pairs(
     name: str,
     train: list[tuple[list[str], list[str]]],
     valid: list[tuple[list[str], list[str]]],
     test: list[tuple[list[str], list[str]]],
 ) -> Pairs:
-    """Pairs of sentences with one vocabulary: the words that come up often enough in either language."""
-    train = [pair for pair in train if max(map(len, pair)) <= LONGEST]
+    """Number pairs of sentences by one vocabulary: the words that are frequent in either language."""
+    train = [pair for pair in train if max(map(len, pair)) <= MAX_TRAIN_WORDS]
     if not all((train, valid, test)):
-        raise DataError("there is no sentence to train on, or none to look at: the files are empty")
+        raise DataError("there must be sentences to train on and to evaluate, but a file is empty")
     counts = [Counter(word for pair in train for word in pair[side]) for side in (0, 1)]
-    often = [word for count in counts for word, times in count.items() if times >= OFTEN]
-    numbers = {word: number for number, word in enumerate(dict.fromkeys((*SPECIAL, *often)))}
+    frequent = [word for count in counts for word, times in count.items() if times >= MIN_OCCURRENCES]
+    numbers = {word: number for number, word in enumerate(dict.fromkeys((*SPECIAL, *frequent)))}
 
-    def read_as(sentence: list[str]) -> list[int]:
+    def encode(sentence: list[str]) -> list[int]:
         return [BEGIN, *(numbers.get(word, UNKNOWN) for word in sentence), END]
 
-    def laid(pairs: list[tuple[list[str], list[str]]]) -> Sentences:
-        both = [(read_as(one), read_as(other)) for one, other in pairs]
-        lengths = tuple((len(one), len(other) - 1) for one, other in both)
-        longest = 1 + max(map(max, lengths))
-        words = torch.full((len(both), 2, longest), BLANK)
-        labels = torch.full((len(both), longest), NOTHING)
-        for place, (one, other) in enumerate(both):
-            words[place, 0, : len(one)] = torch.tensor(one)
-            words[place, 1, : len(other) - 1] = torch.tensor(other[:-1])
-            labels[place, : len(other) - 1] = torch.tensor(other[1:])
-        return Sentences(words, labels, lengths)
+    def pad(pairs: list[tuple[list[str], list[str]]]) -> Sentences:
+        return _pad([(encode(german), encode(english)) for german, english in pairs])
 
     references = tuple(" ".join(english) for _, english in test)
-    return Pairs(name, tuple(numbers), laid(train), laid(valid), laid(test), references)
+    return Pairs(name, tuple(numbers), pad(train), pad(valid), pad(test), references)
+
+
+def _pad(pairs: list[tuple[list[int], list[int]]]) -> Sentences:
+    """Stack encoded pairs; the target loses its end as an input and its start as a label."""
+    lengths = tuple((len(source), len(target) - 1) for source, target in pairs)
+    longest = 1 + max(map(max, lengths))
+    words = torch.full((len(pairs), 2, longest), BLANK)
+    labels = torch.full((len(pairs), longest), IGNORED_LABEL)
+    for row, (source, target) in enumerate(pairs):
+        words[row, 0, : len(source)] = torch.tensor(source)
+        words[row, 1, : len(target) - 1] = torch.tensor(target[:-1])
+        labels[row, : len(target) - 1] = torch.tensor(target[1:])
+    return Sentences(words, labels, lengths)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

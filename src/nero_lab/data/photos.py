@@ -1,108 +1,70 @@
-"""Photographs in folders of classes: kept decoded on the device if small and few, else read as they are needed.
+"""Photographs in folders of classes: decoded into memory if small and few, else streamed from their files.
 
-To train on, a random box of each image is brought to a square and every other one is mirrored. To test on, the shorter
-side is brought to 256 pixels and the middle 224 x 224 are taken. Smaller images are not blown up: their shorter side
-stays what it is, and the square has 7/8 of it, as 224 has of 256.
+Training takes a random box of each image, resized to a square and mirrored at random. Testing resizes the shorter side
+to 256 pixels and takes the central 224 x 224. Smaller images are not enlarged: their shorter side stays, and the square
+has 7/8 of it, as 224 is of 256.
 """
 
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Self, TypeAlias
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from nero_lab import distributed
-from nero_lab.data import readers
-from nero_lab.data.classes import Classes, Listing, find
-from nero_lab.data.crops import cut, random_boxes, random_flips
+from nero_lab.data import decoder_pool, decoding
+from nero_lab.data.batches import Batch, LazyBatches, PrefetchedBatches
+from nero_lab.data.class_folder import ClassFolder, Listing, find_class_folder
+from nero_lab.data.crops import crop_and_resize, random_boxes, random_flips
+from nero_lab.data.decoder_pool import DecoderPool
 from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
-from nero_lab.data.readers import OtherSize, Readers
 
-#: ImageNet's, of each channel, of pixels in [0, 1].
+#: ImageNet's moments of each channel, for pixels in [0, 1].
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-#: What the shorter side is brought to, to test on.
-SHORT = 256
-#: The bytes of decoded images that are kept in memory at most.
-ROOM = 8 * 2**30
-#: Of how many images, from all over the classes, the sizes tell what the others are like.
-SAMPLE = 60
-#: How many images are looked at together, and how many a reader takes at a time.
-LOOK, PIECE = 500, 32
-#: How many batches are under way before they are asked for.
-AHEAD = 4
-#: How many batches are made ready to see how fast that is.
-BURST = 8
-
-Batch: TypeAlias = tuple[Tensor, Tensor]
-
-
-class Batches(Sequence[Batch]):
-    """Batches that are made when they are asked for, by their number."""
-
-    def __init__(self, count: int, make: Callable[[int], Batch]) -> None:
-        self._count, self._make = count, make
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < self._count:
-            raise IndexError(f"there are batches 0 to {self._count - 1}, and no {number}")
-        return self._make(number)
-
-
-class Ahead(Batches):
-    """Batches that are begun while those before them are used; whoever asks out of turn waits for the first."""
-
-    def __init__(
-        self, count: int, begin: Callable[[int], list[Future[bytearray]]], end: Callable[[int, list[bytearray]], Batch]
-    ) -> None:
-        super().__init__(count, self._next)
-        self._begin, self._end = begin, end
-        self._begun: deque[list[Future[bytearray]]] = deque()
-        self._first = 0
-
-    def _next(self, number: int) -> Batch:
-        if number != self._first:
-            self._begun.clear()
-            self._first = number
-        while len(self._begun) < AHEAD and self._first + len(self._begun) < len(self):
-            self._begun.append(self._begin(self._first + len(self._begun)))
-        self._first += 1
-        return self._end(number, [readers.result(each) for each in self._begun.popleft()])
+#: Length that the shorter side of a test image is resized to, at most.
+SHORT_SIDE = 256
+#: Largest size of the decoded images that are held in memory.
+MAX_DECODED_BYTES = 8 * 2**30
+#: Images, spread over the classes, whose sizes stand for all.
+SIZE_SAMPLE = 60
+#: Images per batch of an evaluation.
+EVAL_BATCH = 500
+#: Images per job of a decoder process.
+JOB_IMAGES = 32
+#: Batches that are timed to measure the loading rate.
+RATE_BATCHES = 8
 
 
 @dataclass(frozen=True)
 class Photos(ABC):
-    """Photographs of some classes. Several processes have a share of every batch each.
+    """Photographs of several classes. Each of several training processes gets its share of every batch.
 
     Attributes:
-        name: as :mod:`nero_lab.data.classes` names it.
-        classes: their names.
-        short: what the shorter side of an image is brought to, to test on.
-        readers: who decodes.
-        rate: how many images a second can be made ready for this process, where it was measured.
+        name: name of the data set, from :meth:`ClassFolder.dataset_name`.
+        classes: class names.
+        short_side: length that the shorter side of a test image is resized to.
+        pool: the decoder processes.
+        rate: images per second that can be prepared for this process, if measured.
     """
 
     name: str
     classes: tuple[str, ...]
-    short: int
-    readers: Readers = field(repr=False, compare=False)
+    short_side: int
+    pool: DecoderPool = field(repr=False, compare=False)
     rate: float | None = field(default=None, kw_only=True)
 
     @property
     def crop(self) -> int:
-        """The side of the squares that a network sees."""
-        return self.short * 7 // 8
+        """Side of the squares that the network sees."""
+        return self.short_side * 7 // 8
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -115,7 +77,7 @@ class Photos(ABC):
     @property
     @abstractmethod
     def counts(self) -> tuple[int, int]:
-        """How many images there are to train on, and to test on."""
+        """Numbers of training and test images."""
 
     @property
     def examples(self) -> int:
@@ -124,68 +86,66 @@ class Photos(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where batches are wanted."""
+        """Device of the batches."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> Self:
-        """The same for another device."""
+        """Return a copy for another device."""
 
     @abstractmethod
     def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[Batch]:
-        """Batches of random crops, of which this process has its share; all chance is in the generator."""
+        """Return this process's share of the batches of random crops; only the generator is random."""
 
     @abstractmethod
     def batches(self, part: str) -> Iterator[Batch]:
-        """The images to test on, of which this process has its share."""
+        """Iterate over this process's share of the test images."""
 
     @property
     @abstractmethod
-    def kept(self) -> str:
-        """Where the images are, for people."""
+    def storage(self) -> str:
+        """Phrase that says where the images are."""
 
-    def measured(self, batch: int) -> Self:
-        """The same with its rate, by a short burst."""
+    def with_measured_rate(self, batch: int) -> Self:
+        """Return a copy with its loading rate, measured on a few batches."""
         generator = torch.Generator(self.device)
-        self.epoch(batch, generator.manual_seed(0), None)[0]  # wakes the readers
+        self.epoch(batch, generator.manual_seed(0), None)[0]  # starts the decoder processes
         batches = self.epoch(batch, generator.manual_seed(1), None)
-        self._wait()
+        self._synchronise()
         start, images = time.perf_counter(), 0
-        for _, (inputs, _labels) in zip(range(BURST), batches, strict=False):
+        for _, (inputs, _labels) in zip(range(RATE_BATCHES), batches, strict=False):
             images += len(inputs)
-        self._wait()
+        self._synchronise()
         return replace(self, rate=images / (time.perf_counter() - start))
 
     @property
-    def told(self) -> str:
-        """What this is and what it can sustain, for people."""
+    def description(self) -> str:
+        """Line that describes the data set and its loading rate."""
         name = self.name if self.name == "imagenet" else f"{self.name}, a stand-in for ImageNet"
         text = (
-            f"{name}: {self.counts[0]:,} images of {len(self.classes):,} classes to train on, {self.counts[1]:,} to "
-            f"test on, in squares of {self.crop}, {self.kept}"
+            f"{name}: {self.counts[0]:,} training and {self.counts[1]:,} test images of {len(self.classes):,} classes, "
+            f"in squares of {self.crop}, {self.storage}"
         )
-        return (
-            text
-            if self.rate is None
-            else f"{text}; {self.rate:,.0f} a second can be made ready{distributed.per_process()}"
-        )
+        if self.rate is None:
+            return text
+        return f"{text}; {self.rate:,.0f} images a second can be loaded{distributed.per_process()}"
 
-    def _wait(self) -> None:
+    def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        """From (N, H, W, C), 0 to 255, to (N, C, H, W) in the layout of the former, which convolutions want."""
+    def _normalise(self, pixels: Tensor) -> Tensor:
+        """Normalise (N, H, W, C) in [0, 255], and return it as (N, C, H, W) in channels-last layout."""
         scale, shift = _affine(pixels.device)
         return torch.mul(pixels, scale).add_(shift).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True)
-class Held(Photos):
-    """Images of one size, decoded and on the device; their shorter side is what it is brought to, to test on.
+class DecodedPhotos(Photos):
+    """Images of one size, decoded and on the device. Their own shorter side is :attr:`short_side`.
 
     Attributes:
-        train, test: uint8 (N, H, W, 3) and int64 (N,).
-        seconds: what decoding them took.
+        train, test: pixels, uint8 (N, H, W, 3), and labels, int64 (N,).
+        seconds: time that decoding took.
     """
 
     train: Batch
@@ -201,8 +161,8 @@ class Held(Photos):
         return self.train[0].device
 
     @property
-    def kept(self) -> str:
-        return f"decoded by {_processes(self.readers)} in {self.seconds:.1f} s and kept on {self.device}"
+    def storage(self) -> str:
+        return f"decoded by {_processes(self.pool)} in {self.seconds:.1f} s and held on {self.device}"
 
     def to(self, device: torch.device | str) -> Self:
         train, test = ((pixels.to(device), labels.to(device)) for pixels, labels in (self.train, self.test))
@@ -217,34 +177,34 @@ class Held(Photos):
         def make(number: int) -> Batch:
             which = distributed.local_slice(number * batch, (number + 1) * batch)
             chosen = order[which]
-            crops = cut(pixels[chosen], boxes[which], (self.crop, self.crop), flips[which])
-            return self._normalised(crops), labels[chosen]
+            crops = crop_and_resize(pixels[chosen], boxes[which], (self.crop, self.crop), flips[which])
+            return self._normalise(crops), labels[chosen]
 
-        return Batches(-(-count // batch), make)
+        return LazyBatches(-(-count // batch), make)
 
     def batches(self, part: str) -> Iterator[Batch]:
         pixels, labels = getattr(self, part)
         _, height, width, _ = pixels.shape
-        _, (top, left) = readers.middle(height, width, self.short, self.crop)
-        for start in range(0, len(labels), LOOK):
-            which = distributed.local_slice(start, start + LOOK)
+        _, (top, left) = decoding.centre_crop_box(height, width, self.short_side, self.crop)
+        for start in range(0, len(labels), EVAL_BATCH):
+            which = distributed.local_slice(start, start + EVAL_BATCH)
             if len(labels[which]):
-                middle = pixels[which, top : top + self.crop, left : left + self.crop]
-                yield self._normalised(middle), labels[which]
+                centre = pixels[which, top : top + self.crop, left : left + self.crop]
+                yield self._normalise(centre), labels[which]
 
 
 @dataclass(frozen=True)
-class Streamed(Photos):
-    """Images that are read from their files whenever they are needed, ahead of that.
+class StreamedPhotos(Photos):
+    """Images that are read from their files for every batch, ahead of time.
 
     Attributes:
         train, test: the files.
-        place: the device that batches are brought to.
+        target: device that batches are copied to.
     """
 
     train: Listing
     test: Listing
-    place: torch.device
+    target: torch.device
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -252,107 +212,114 @@ class Streamed(Photos):
 
     @property
     def device(self) -> torch.device:
-        return self.place
+        return self.target
 
     @property
-    def kept(self) -> str:
-        return f"read as they are needed by {_processes(self.readers)}"
+    def storage(self) -> str:
+        return f"streamed by {_processes(self.pool)}"
 
     def to(self, device: torch.device | str) -> Self:
-        return replace(self, place=torch.device(device))
+        return replace(self, target=torch.device(device))
 
     def epoch(self, batch: int, generator: torch.Generator, augment: object) -> Sequence[Batch]:  # noqa: ARG002
         order = torch.randperm(self.examples, generator=generator, device=self.device).tolist()
         seeds = torch.randint(2**62, (self.examples,), generator=generator, device=self.device).tolist()
 
-        def work(which: slice) -> Future[bytearray]:
-            files = [self.train.files[each] for each in order[which]]
-            return self.readers.submit(readers.at_random, files, seeds[which], self.crop)
+        def submit(which: slice) -> Future[bytearray]:
+            files = [self.train.files[index] for index in order[which]]
+            return self.pool.submit(decoding.decode_random_crops, files, seeds[which], self.crop)
 
-        labels = [self.train.labels[each] for each in order]
-        return self._read(labels, batch, work)
+        return self._prefetch([self.train.labels[index] for index in order], batch, submit)
 
     def batches(self, part: str) -> Iterator[Batch]:
         listing: Listing = getattr(self, part)
 
-        def work(which: slice) -> Future[bytearray]:
-            return self.readers.submit(readers.in_the_middle, listing.files[which], self.short, self.crop)
+        def submit(which: slice) -> Future[bytearray]:
+            return self.pool.submit(decoding.decode_centre_crops, listing.files[which], self.short_side, self.crop)
 
-        return (each for each in self._read(listing.labels, LOOK, work) if len(each[1]))
+        batches = self._prefetch(listing.labels, EVAL_BATCH, submit)
+        return (batch for batch in batches if len(batch[1]))
 
-    def _read(self, labels: list[int], batch: int, work: Callable[[slice], Future[bytearray]]) -> Ahead:
-        """Batches of the images in a row that have these labels, in pieces that are each one reader's work."""
+    def _prefetch(
+        self, labels: list[int], batch: int, submit: Callable[[slice], Future[bytearray]]
+    ) -> PrefetchedBatches:
+        """Return batches of consecutive images with these labels, decoded in jobs of :data:`JOB_IMAGES`."""
 
-        def begin(number: int) -> list[Future[bytearray]]:
+        def start(number: int) -> list[Future[bytearray]]:
             stop = min((number + 1) * batch, len(labels))
-            each = PIECE * distributed.world_size()
+            step = JOB_IMAGES * distributed.world_size()
             return [
-                work(which)
-                for start in range(number * batch, stop, each)
-                if range(stop)[which := distributed.local_slice(start, min(start + each, stop))]
+                submit(which)
+                for first in range(number * batch, stop, step)
+                if range(stop)[which := distributed.local_slice(first, min(first + step, stop))]
             ]
 
-        def end(number: int, found: list[bytearray]) -> Batch:
-            targets = torch.tensor(labels[distributed.local_slice(number * batch, (number + 1) * batch)])
-            on_gpu = self.device.type == "cuda"
-            pixels = torch.empty(len(targets), self.crop, self.crop, 3, dtype=torch.uint8, pin_memory=on_gpu)
-            targets = targets.pin_memory() if on_gpu else targets
-            at = 0
-            for content in found:
-                piece = torch.frombuffer(content, dtype=torch.uint8).view(-1, *pixels.shape[1:])
-                pixels[at : at + len(piece)] = piece
-                at += len(piece)
-            # the memory that is copied from is not used again before it has been
-            there = pixels.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
-            return self._normalised(there[0]), there[1]
+        def finish(number: int, contents: list[bytearray]) -> Batch:
+            return self._assemble(labels[distributed.local_slice(number * batch, (number + 1) * batch)], contents)
 
-        return Ahead(-(-len(labels) // batch), begin, end)
+        return PrefetchedBatches(-(-len(labels) // batch), start, finish)
+
+    def _assemble(self, labels: list[int], contents: list[bytearray]) -> Batch:
+        """Join decoded images into a batch on the device."""
+        on_gpu = self.device.type == "cuda"
+        targets = torch.tensor(labels).pin_memory() if on_gpu else torch.tensor(labels)
+        pixels = torch.empty(len(targets), self.crop, self.crop, 3, dtype=torch.uint8, pin_memory=on_gpu)
+        first = 0
+        for content in contents:
+            piece = torch.frombuffer(content, dtype=torch.uint8).view(-1, *pixels.shape[1:])
+            pixels[first : first + len(piece)] = piece
+            first += len(piece)
+        # torch's allocator reuses pinned memory only after the copy
+        pixels, targets = pixels.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True)
+        return self._normalise(pixels), targets
 
 
 def imagenet(folder: Folder) -> Photos:
-    """The photographs of a folder of classes."""
-    return kept_or_read(find(folder.path), Readers(readers.default_count(distributed.local_world_size())))
+    """Load the photographs of a folder of classes."""
+    count = decoder_pool.default_count(distributed.local_world_size())
+    return load_photos(find_class_folder(folder.path), DecoderPool(count))
 
 
-def kept_or_read(found: Classes, who: Readers) -> Photos:
-    """Photographs decoded at once if all are small, of one size and not too many, else read as they are needed."""
+def load_photos(folder: ClassFolder, pool: DecoderPool) -> Photos:
+    """Decode the photographs into memory if all are small, of one size and not too many; else stream them."""
     if find_spec("PIL") is None:
-        raise DataError("images are decoded by Pillow, which is not there: pip install 'nero-optim[paper]'")
-    files = found.train.files
-    some = min(SAMPLE, len(files))
-    seen = [readers.size_of(files[each * len(files) // some]) for each in range(some)]
-    short = min(SHORT, statistics.median_low(min(size) for size in seen))
-    if short < 2:
-        raise DataError(f"the images of {found.folder} are a pixel wide or high: a network needs more to see")
-    named = found.name(short), found.classes, short, who
-    needed = (len(files) + len(found.test.files)) * seen[0][0] * seen[0][1] * 3
-    if set(seen) == {seen[0]} and min(seen[0]) <= SHORT and needed <= ROOM:
+        raise DataError("decoding images needs Pillow: pip install 'nero-optim[lab]'")
+    files = folder.train.files
+    count = min(SIZE_SAMPLE, len(files))
+    sizes = [decoding.read_size(files[index * len(files) // count]) for index in range(count)]
+    short_side = min(SHORT_SIDE, statistics.median_low(min(size) for size in sizes))
+    if short_side < 2:
+        raise DataError(f"images must be at least 2 pixels wide and high, got a side of 1 in {folder.folder}")
+    common = folder.dataset_name(short_side), folder.classes, short_side, pool
+    height, width = sizes[0]
+    needed = (len(files) + len(folder.test.files)) * height * width * 3
+    if set(sizes) == {sizes[0]} and min(sizes[0]) <= SHORT_SIDE and needed <= MAX_DECODED_BYTES:
         start = time.perf_counter()
         try:
-            train, test = (_decoded(listing, *seen[0], who) for listing in (found.train, found.test))
-        except OtherSize:
-            pass
+            train, test = (_decode_all(listing, height, width, pool) for listing in (folder.train, folder.test))
+        except decoding.SizeMismatchError:
+            pass  # the sample missed an image of another size: stream
         else:
-            return Held(*named, train, test, time.perf_counter() - start)
+            return DecodedPhotos(*common, train, test, time.perf_counter() - start)
         finally:
-            who.close()
-    return Streamed(*named, found.train, found.test, torch.device("cpu"))
+            pool.close()
+    return StreamedPhotos(*common, folder.train, folder.test, torch.device("cpu"))
 
 
-def _decoded(listing: Listing, height: int, width: int, who: Readers) -> Batch:
+def _decode_all(listing: Listing, height: int, width: int, pool: DecoderPool) -> Batch:
     pixels = torch.empty(len(listing.files), height, width, 3, dtype=torch.uint8)
-    starts = range(0, len(listing.files), PIECE)
-    pieces = ((listing.files[start : start + PIECE], height, width) for start in starts)
-    for start, content in zip(starts, who.each(readers.whole, pieces), strict=True):
-        pixels[start : start + PIECE] = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, 3)
+    starts = range(0, len(listing.files), JOB_IMAGES)
+    jobs = ((listing.files[start : start + JOB_IMAGES], height, width) for start in starts)
+    for start, content in zip(starts, pool.map(decoding.decode, jobs), strict=True):
+        pixels[start : start + JOB_IMAGES] = torch.frombuffer(content, dtype=torch.uint8).view(-1, height, width, 3)
     return pixels, torch.tensor(listing.labels)
 
 
-def _processes(who: Readers) -> str:
-    return f"{who.count} processes" if who.count > 1 else "one process"
+def _processes(pool: DecoderPool) -> str:
+    return f"{pool.count} processes" if pool.count > 1 else "one process"
 
 
-@cache  # a copy to the device waits for it: once is enough
+@cache  # copying to a GPU synchronises with it, so do it once
 def _affine(device: torch.device) -> tuple[Tensor, Tensor]:
     scale = [1 / (255 * deviation) for deviation in STD]
     shift = [-middle / deviation for middle, deviation in zip(MEAN, STD, strict=True)]

@@ -1,6 +1,6 @@
-"""What the files of the data sets are called, what is in them, by checksum, and where they are published."""
+"""File names, checksums and download addresses of the data sets."""
 
-#: Every file that is read or downloaded, and its checksum. Of MNIST's files either form will do.
+#: Checksums of every file, by name. MNIST's files may be gzipped or plain.
 FILES: dict[str, str] = {
     "train-images-idx3-ubyte.gz": "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     "train-labels-idx1-ubyte.gz": "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
@@ -16,7 +16,7 @@ FILES: dict[str, str] = {
     "data_batch_4.bin": "sha256:014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
     "data_batch_5.bin": "sha256:755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
     "test_batch.bin": "sha256:8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-    # as published beside it; what is in it has the better sums above
+    # the published MD5; its members have SHA-256 sums above
     "cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530",
     "train.txt": "sha256:9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
     "valid.txt": "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
@@ -27,7 +27,7 @@ FILES: dict[str, str] = {
     "val.lc.norm.tok.en": "sha256:46573ce391ae227f1c72f873392436a20ef18e0a6d518098cfbd70b77c8572ec",
     "test_2016_flickr.lc.norm.tok.de": "sha256:c6a33d39d48f9f510de147651316cd9d918e09ad0219df734a2f16b6baccacc4",
     "test_2016_flickr.lc.norm.tok.en": "sha256:5b7f32627cf99eced828311b955dae9800bb52bc8b91cf8b6526829e605b29d2",
-    # the raw ones, as they are when unpacked
+    # raw files, after unpacking
     "train.de": "sha256:2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72",
     "train.en": "sha256:460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6",
     "val.de": "sha256:660e09eb7e1da2f856ea13ee5ad3cf6d36b3d5b0b733c857e94c5747a3dfc660",
@@ -36,33 +36,33 @@ FILES: dict[str, str] = {
     "test_2016_flickr.en": "sha256:399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182",
 }
 
-#: MNIST's files without their ".gz", as (images, labels).
+#: MNIST's files without ".gz": images, labels.
 MNIST_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 MNIST_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 CIFAR10_ARCHIVE = "cifar-10-binary.tar.gz"
 CIFAR10_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFAR10_TEST = "test_batch.bin"
-#: Train, validation and test.
+#: Training, validation and test text.
 WIKITEXT2 = ("train.txt", "valid.txt", "test.txt")
-#: Likewise, each in German and in English; as its authors published it: lower-cased, normalised, tokenised.
+#: Training, validation and test sentences, in German and English: lower-cased, normalised, tokenised by the authors.
 MULTI30K = tuple((f"{part}.lc.norm.tok.de", f"{part}.lc.norm.tok.en") for part in ("train", "val", "test_2016_flickr"))
-#: By these names, those of its raw files without a ".gz".
+#: Raw files without ".gz", by the names of the tokenised ones.
 MULTI30K_RAW = {name: name.replace(".lc.norm.tok", "") for pair in MULTI30K for name in pair}
 
-#: The folder of a data set's files, within the user's.
+#: Subfolder of the data folder, by data set.
 FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2", "multi30k": "multi30k/tok"}
 
-#: The folders, within the user's, where Multi30k's raw files may be.
+#: Subfolders that are searched for Multi30k's raw files, in order.
 RAW_FOLDERS = ("multi30k/raw", "multi30k", "multi30k/tok", "")
 
-#: The data sets whose files have names that other files may have.
-PLAIN_NAMES = ("wikitext2",)
+#: Data sets with file names so generic that they are only searched for in their own subfolder.
+GENERIC_NAMES = ("wikitext2",)
 
-#: Where each data set is published, in the order in which they are tried; a file's name goes at the end.
-HOMES: dict[str, tuple[str, ...]] = {
+#: Base URLs of each data set, in the order in which they are tried.
+MIRRORS: dict[str, tuple[str, ...]] = {
     "mnist": ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
     "cifar10": ("https://www.cs.toronto.edu/~kriz/",),
-    # as PyTorch's own example keeps it; its first home is gone
+    # the copy of PyTorch's examples; the original host is gone
     "wikitext2": ("https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/",),
     "multi30k": ("https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok/",),
 }

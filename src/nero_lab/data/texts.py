@@ -1,4 +1,4 @@
-"""What texts have in common, whatever their rows hold."""
+"""The base of the text data sets."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, Self, TypeVar
@@ -6,31 +6,31 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-#: The label of a place behind the end of a text or a sentence, which torch's losses pass over.
-NOTHING = -100
+#: Label of a padded position, which torch's losses ignore.
+IGNORED_LABEL = -100
 
 
-class Numbered(Protocol):
-    """Words as numbers, on some device."""
+class WordTensors(Protocol):
+    """Word numbers on a device."""
 
     @property
     def words(self) -> Tensor:
-        """One row an example."""
+        """One row per example."""
 
     def to(self, device: torch.device | str) -> Self:
-        """The same on another device."""
+        """Return a copy on another device."""
 
 
-T = TypeVar("T", bound=Numbered)
+T = TypeVar("T", bound=WordTensors)
 
 
 @dataclass(frozen=True)
 class Texts(Generic[T]):
-    """Three texts with one vocabulary, to train on, to choose by, and to test on.
+    """Training, validation and test text with one vocabulary.
 
     Attributes:
-        name: as tasks call it.
-        vocabulary: the words, by their numbers.
+        name: name that tasks refer to.
+        vocabulary: the words, by number.
         train, valid, test: the texts.
     """
 

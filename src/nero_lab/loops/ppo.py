@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: its numbers, its advantages and its objective, on plain tensors."""
+"""Proximal policy optimisation (PPO): hyperparameters, advantages and objective, on plain tensors."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ from nero_lab.protocol import SettingError
 
 @dataclass(frozen=True)
 class PPO:
-    """How an agent gathers steps and learns from them; a round is both.
+    """Hyperparameters. A round collects steps of all games, then learns from them.
 
     Attributes:
-        games: how many are played at a time.
-        steps: in each of them, in a round.
-        passes: how often a round's steps are learned from.
-        minibatches: of a pass.
-        clip: how far the policy's ratio, and the value, may move before they count no more.
-        discount: γ, what a reward one step later is worth.
-        trace: λ of the advantages' average.
-        entropy, value: what these count for in the objective.
-        longest_gradient: the norm that the gradient of all weights is shortened to.
-        rounds: of an epoch.
+        games: parallel games.
+        steps: steps of each game in a round.
+        passes: passes over the steps of a round.
+        minibatches: minibatches of a pass.
+        clip: bound on the change of the policy ratio and of the value.
+        discount: γ.
+        gae_lambda: λ of generalised advantage estimation.
+        entropy, value: weights of these terms in the objective.
+        max_grad_norm: norm that the gradient of all weights is clipped to.
+        rounds: rounds of an epoch.
     """
 
     games: int = 8
@@ -31,83 +31,82 @@ class PPO:
     minibatches: int = 4
     clip: float = 0.1
     discount: float = 0.99
-    trace: float = 0.95
+    gae_lambda: float = 0.95
     entropy: float = 0.01
     value: float = 0.5
-    longest_gradient: float = 0.5
+    max_grad_norm: float = 0.5
     rounds: int = 80
 
     def __post_init__(self) -> None:
-        if self.gathered % self.minibatches:
-            raise SettingError(f"{self.gathered} steps cannot be parted into {self.minibatches} minibatches alike")
+        if self.round_steps % self.minibatches:
+            raise SettingError(
+                f"games * steps must be a multiple of minibatches, got {self.round_steps} and {self.minibatches}"
+            )
 
     @property
-    def gathered(self) -> int:
-        """The steps of a round, of all games."""
+    def round_steps(self) -> int:
+        """Steps of all games in a round."""
         return self.games * self.steps
 
     @property
-    def updates(self) -> int:
-        """Of the weights, in a round."""
+    def round_updates(self) -> int:
+        """Updates of the weights in a round."""
         return self.passes * self.minibatches
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Steps to learn from, and what was thought of them as they were made.
+    """Steps to learn from.
 
     Attributes:
-        actions: that were chosen.
-        likelihoods: their logarithms under the policy that chose them.
-        values: as they were judged.
-        returns: what they brought.
-        advantages: by how much the actions were better than judged, normalised within the round.
+        actions: the chosen actions.
+        log_likelihoods: log-probabilities of the actions under the policy that chose them.
+        values: value estimates when the actions were chosen.
+        returns: targets of the value.
+        advantages: advantages of the actions, normalised within the round.
     """
 
     actions: Tensor
-    likelihoods: Tensor
+    log_likelihoods: Tensor
     values: Tensor
     returns: Tensor
     advantages: Tensor
 
 
 def advantages(ppo: PPO, rewards: Tensor, ends: Tensor, values: Tensor) -> Tensor:
-    """Generalised advantages of steps in a row.
+    """Compute generalised advantage estimates of consecutive steps.
 
     Args:
-        ppo: for the discount and the trace.
-        rewards: (steps, games), of each step.
-        ends: likewise, 1 where the episode was over with the step: what comes after is another's.
-        values: (steps + 1, games), before each step, and after the last.
+        ppo: discount and λ.
+        rewards: (steps, games).
+        ends: (steps, games): 1 where the step ended its episode.
+        values: (steps + 1, games): value estimates before each step, and after the last.
     """
-    goes_on = 1 - ends
-    surprises = rewards + ppo.discount * values[1:] * goes_on - values[:-1]
-    fades = ppo.discount * ppo.trace * goes_on
-    found = torch.empty_like(rewards)
+    continues = 1 - ends
+    errors = rewards + ppo.discount * values[1:] * continues - values[:-1]
+    decay = ppo.discount * ppo.gae_lambda * continues
+    estimates = torch.empty_like(rewards)
     last = torch.zeros_like(rewards[0])
     for step in reversed(range(len(rewards))):
-        last = surprises[step] + fades[step] * last
-        found[step] = last
-    return found
+        last = errors[step] + decay[step] * last
+        estimates[step] = last
+    return estimates
 
 
-def normalised(values: Tensor) -> Tensor:
-    """Brought to mean 0 and deviation 1."""
+def normalise(values: Tensor) -> Tensor:
+    """Scale to mean 0 and standard deviation 1."""
     return (values - values.mean()) / (values.std() + 1e-5)
 
 
 def objective(ppo: PPO, logits: Tensor, values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What to minimise, and its three parts: the losses of policy and value, and the entropy.
-
-    The value's step is clipped like the policy's.
-    """
-    every = torch.log_softmax(logits, 1)
-    likelihoods = every.gather(1, batch.actions[:, None]).squeeze(1)
-    ratios = (likelihoods - batch.likelihoods).exp()
+    """Compute the loss, and its parts: policy loss, value loss and entropy. The value is clipped like the policy."""
+    log_policy = torch.log_softmax(logits, 1)
+    log_likelihoods = log_policy.gather(1, batch.actions[:, None]).squeeze(1)
+    ratios = (log_likelihoods - batch.log_likelihoods).exp()
     clipped = ratios.clamp(1 - ppo.clip, 1 + ppo.clip)
     policy = -torch.minimum(batch.advantages * ratios, batch.advantages * clipped).mean()
     near = batch.values + (values - batch.values).clamp(-ppo.clip, ppo.clip)
     value = 0.5 * torch.maximum((values - batch.returns).square(), (near - batch.returns).square()).mean()
-    entropy = -(every.exp() * every).sum(1).mean()
+    entropy = -(log_policy.exp() * log_policy).sum(1).mean()
     total = policy + ppo.value * value - ppo.entropy * entropy
     return total, torch.stack([policy, value, entropy]).detach()

@@ -1,4 +1,4 @@
-"""A run under way: what records, checkpoints and the display ask of it, whatever its loop does in a step."""
+"""The base of all training loops: a run in progress, as records, checkpoints and the display see it."""
 
 import math
 import time
@@ -13,93 +13,93 @@ from torch import Tensor, nn
 from nero_lab.data import DataError
 from nero_lab.protocol import Precision, SettingError, Settings, Task
 
-#: What is raised where a state lacks something, or has something of another kind, length or shape.
-MISFITS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-#: What is raised meanwhile for reasons of its own.
-OTHERS = (SettingError, DataError, torch.OutOfMemoryError, torch.AcceleratorError)
+#: Errors that a state with missing or mismatched content raises.
+MISMATCH_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+#: Subclasses of these that have other causes.
+UNRELATED_ERRORS = (SettingError, DataError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class StateError(ValueError):
-    """A state that a run cannot go on from; the text says what of it."""
+    """A state that a run cannot resume from. The message names the fault."""
 
 
 class Training(ABC):
-    """Where a run stands. A loop says what a step is, and what more it has to keep.
+    """Run in progress. Each loop defines a step and adds to the state.
 
     Args:
-        task: what to train on what.
-        settings: of this run.
-        device: to train on.
-        steps_an_epoch: how often :meth:`advance` is called for each.
+        task: the experiment.
+        settings: the settings of this run.
+        device: device to train on.
+        steps_per_epoch: calls of :meth:`advance` per epoch.
 
     Attributes:
-        curve: by name, a number for each epoch that is over; None where there is none.
-        side_by_side: how many runs this process trained at a time, at most.
-        resumed: how often the run was broken off.
-        mid_step: whether a step that fails may be half made, so that where the run stands is not to be kept.
-        files: what is to be kept beside the record, by the end of its name; whoever writes it takes it away.
-        tell: told, within a step, of what else it does that takes long, and perhaps what share of that is done; whoever
-            shows the run puts it there.
+        curve: values of each metric, one per finished epoch; None where there is none.
+        side_by_side: most runs that shared the device at a time.
+        resumed: number of times the run was interrupted and resumed.
+        is_mid_step: whether an exception may leave a step half made, so that the state must not be saved.
+        files: files to write beside the record, by suffix; the writer removes them.
+        on_activity: called within a step with a long activity other than the step, and optionally its progress in
+            [0, 1]; set by the display.
     """
 
-    def __init__(self, task: Task, settings: Settings, device: torch.device, steps_an_epoch: int) -> None:
-        self.task, self.settings, self.device, self.steps_an_epoch = task, settings, device, steps_an_epoch
+    def __init__(self, task: Task, settings: Settings, device: torch.device, steps_per_epoch: int) -> None:
+        self.task, self.settings, self.device, self.steps_per_epoch = task, settings, device, steps_per_epoch
         self.epoch = self.step = 0
         self.curve: dict[str, list[float | None]] = {}
-        self.side_by_side, self.resumed, self.mid_step = 1, 0, True
+        self.side_by_side, self.resumed, self.is_mid_step = 1, 0, True
         self.files: dict[str, bytes] = {}
-        self.tell: Callable[..., None] = lambda *_: None
-        self._spent, self._since = 0.0, time.perf_counter()
+        self.on_activity: Callable[..., None] = lambda *_: None
+        self._seconds_before, self._started = 0.0, time.perf_counter()
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def advance(self) -> None:
-        """Make one step, and after the last of an epoch what is due then."""
+        """Make one step; after the last of an epoch, evaluate."""
 
     @property
     @abstractmethod
     def network(self) -> nn.Module:
-        """What is trained."""
+        """The trained network."""
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done."""
+        """True when all epochs are done."""
         return self.epoch == self.settings.epochs
 
     @property
-    def known(self) -> int:
-        """Of how many epochs the numbers have come in."""
+    def epochs_known(self) -> int:
+        """Number of epochs whose metrics have arrived from the device."""
         return min(map(len, self.curve.values()))
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken, its earlier parts included."""
-        return self._spent + time.perf_counter() - self._since
+        """Duration of the run, including the time before it was resumed."""
+        return self._seconds_before + time.perf_counter() - self._started
 
     @property
     def steps_done(self) -> int:
-        """Counted from the first epoch."""
-        return self.epoch * self.steps_an_epoch + self.step
+        """Steps since the start of the first epoch."""
+        return self.epoch * self.steps_per_epoch + self.step
 
-    def so_far(self) -> dict[str, float]:
-        """Some of the curve's numbers for the epoch under way; waits for the device."""
+    def running_metrics(self) -> dict[str, float]:
+        """Return metrics of the current epoch so far; waits for the device."""
         return {}
 
-    def pace(self) -> str:
-        """How fast it goes, where a loop has a word for that."""
+    def speed(self) -> str:
+        """Describe the speed in the loop's own unit; empty if it has none."""
         return ""
 
-    def remark(self) -> str:
-        """What there is to say of it, for people, when the first epoch's numbers have come in; mostly nothing."""
+    def throughput_note(self) -> str:
+        """Return a line to print after the first epoch; mostly empty."""
         return ""
 
-    def verdict(self) -> dict[str, Any]:
-        """What there is to say besides the curves, at the end."""
+    def final_results(self) -> dict[str, Any]:
+        """Return results besides the curves, at the end."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """All that is needed to go on from here, as tensors and plain Python."""
+        """Return all that :meth:`restore` needs, as tensors and plain Python objects."""
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -109,52 +109,50 @@ class Training(ABC):
             "resumed": self.resumed,
         }
 
-    def go_on_from(self, state: dict[str, Any]) -> None:
-        """Stand where :meth:`state` was called."""
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a state of :meth:`state`."""
         if differing := set(state["curve"]) ^ set(self.curve):
             raise ValueError(f"its curve and the run's differ in {', '.join(sorted(differing))}")
-        for name, kind in (("epoch", int), ("step", int), ("seconds", float), ("beside", int), ("resumed", int)):
-            if type(state[name]) is not kind or not 0 <= state[name] < math.inf:
-                raise ValueError(f"{name} is {state[name]!r}")
         epoch, step = state["epoch"], state["step"]
-        if epoch > self.settings.epochs or step > self.steps_an_epoch or (step and epoch == self.settings.epochs):
-            raise ValueError(f"epoch {epoch}, step {step} of {self.settings.epochs} epochs of {self.steps_an_epoch}")
-        if fault := fault_of(state["curve"], epoch):
+        if epoch > self.settings.epochs or step > self.steps_per_epoch or (step and epoch == self.settings.epochs):
+            raise ValueError(f"epoch {epoch}, step {step} of {self.settings.epochs} epochs of {self.steps_per_epoch}")
+        if fault := curve_fault(state["curve"], epoch):
             raise ValueError(fault)
-        self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
-        self._spent, self.side_by_side, self.resumed = state["seconds"], state["beside"], state["resumed"] + 1
+        self.epoch, self.step, self.curve = epoch, step, state["curve"]
+        self._seconds_before, self.side_by_side = state["seconds"], state["beside"]
+        self.resumed = state["resumed"] + 1
 
     @abstractmethod
     def _build(self) -> None:
-        """Make all that is trained, and what it is trained with."""
+        """Build the network, its optimiser and their buffers."""
 
-    def _begin(self, state: dict[str, Any] | None) -> None:
-        """Stand at the start, or where the state says.
+    def _start(self, state: dict[str, Any] | None) -> None:
+        """Build everything, and restore a state if there is one.
 
         Raises:
-            StateError: if nothing can go on from it.
+            StateError: if the state does not fit the run.
         """
         with self._on_stream():
             self._build()
             if state is not None:
                 try:
-                    self.go_on_from(state)
-                except OTHERS:
+                    self.restore(state)
+                except UNRELATED_ERRORS:
                     raise
-                except MISFITS as error:
+                except MISMATCH_ERRORS as error:
                     words = " ".join(str(error).split())
-                    what = f"lacks {words}" if isinstance(error, KeyError) else f"has what does not fit ({words})"
-                    raise StateError(what) from error
+                    fault = f"lacks {words}" if isinstance(error, KeyError) else f"does not fit ({words})"
+                    raise StateError(fault) from error
         if self._stream is not None:
             self._stream.synchronize()
 
     def _on_stream(self) -> AbstractContextManager[Any]:
-        """On a GPU, on a stream of the run's own."""
+        """Enter the run's own CUDA stream, if on a GPU."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
-def fault_of(curve: dict[str, Any], epochs: int) -> str:
-    """What a curve of so many epochs has that it should not; mostly nothing."""
+def curve_fault(curve: dict[str, Any], epochs: int) -> str:
+    """Describe the first fault of a curve with this number of epochs; empty if there is none."""
     for name, values in curve.items():
         if not isinstance(values, list) or len(values) != epochs:
             count = f"{len(values)} values" if isinstance(values, list) else "no list"
@@ -165,69 +163,67 @@ def fault_of(curve: dict[str, Any], epochs: int) -> str:
     return ""
 
 
-def on_cpu(value: Any) -> Any:
-    """A copy of nested dicts and lists with their tensors on the CPU."""
+def copy_to_cpu(value: Any) -> Any:
+    """Copy nested dicts and lists, with their tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {key: on_cpu(entry) for key, entry in value.items()}
+        return {key: copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(on_cpu(entry) for entry in value)
+        return type(value)(copy_to_cpu(item) for item in value)
     return value
 
 
-def fill(network: nn.Module, state: dict[str, Any]) -> None:
-    """Have a network's parameters and buffers hold what a state has by their names.
+def load_network(network: nn.Module, state: dict[str, Any]) -> None:
+    """Load parameters and buffers.
 
     Raises:
-        RuntimeError: if it lacks some, has others, or one of another shape.
-        ValueError: if it has one of another dtype, which torch would cast.
+        RuntimeError: if names or shapes differ.
+        ValueError: if a dtype differs, which torch would cast.
     """
     network.load_state_dict(state)
     for name, tensor in network.state_dict().items():
-        _match(name, state[name], tensor)
+        _require_same_kind(name, state[name], tensor)
 
 
-def refill(tensor: Tensor, state: dict[str, Any], name: str) -> None:
-    """Have a tensor hold what a state has by that name.
+def load_tensor(tensor: Tensor, state: dict[str, Any], name: str) -> None:
+    """Copy ``state[name]`` into a tensor.
 
     Raises:
-        KeyError: if it has none.
-        ValueError: if that is no tensor, or one of another shape or dtype; torch would spread it over this one, where
-            it can, and cast it.
+        KeyError: if the state lacks the name.
+        ValueError: if the shape or dtype differs, where torch would broadcast or cast.
     """
-    _match(name, state[name], tensor)
+    _require_same_kind(name, state[name], tensor)
     tensor.copy_(state[name])
 
 
-def load(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) -> None:
-    """Have a primed optimiser stand where its state was taken, with this learning rate: loading makes a copy of it.
+def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) -> None:
+    """Load the state of an optimiser that was primed, and reattach the run's learning-rate tensor.
 
     Raises:
-        KeyError: if the state lacks something that the optimiser has; torch does not look, and misses it in a step.
-        ValueError: if it has a tensor of another shape or dtype, or none where there is to be one; nor does torch look
-            there.
+        KeyError: if the state lacks something. torch does not check, and would fail in a later step.
+        ValueError: if a shape or dtype differs, which torch does not check either.
     """
-    wanted = _kept(optimiser.state_dict())
+    wanted = _flatten(optimiser.state_dict())
     optimiser.load_state_dict(state)
-    # as it was saved, since loading may cast; but for what is younger than the checkpoint, and set by loading
-    found = _kept(optimiser.state_dict()) | _kept(state)
-    if lacking := wanted.keys() - found.keys():
+    # saved values first, since loading may cast; loading itself sets options that are newer than the checkpoint
+    loaded = _flatten(optimiser.state_dict()) | _flatten(state)
+    if lacking := wanted.keys() - loaded.keys():
         raise KeyError(min(lacking))
     for name, value in wanted.items():
-        _match(name, found[name], value)
+        _require_same_kind(name, loaded[name], value)
     for group in optimiser.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr  # loading copied the tensor
 
 
-def _kept(state: dict[str, Any]) -> dict[str, Any]:
-    """All that an optimiser keeps, by name."""
+def _flatten(state: dict[str, Any]) -> dict[str, Any]:
+    """Flatten an optimiser's state_dict into values by name."""
     parts = {f"group {number}": group for number, group in enumerate(state["param_groups"])}
-    parts |= {f"parameter {number}": each for number, each in state["state"].items()}
+    parts |= {f"parameter {number}": values for number, values in state["state"].items()}
     return {f"{name} of {part}": value for part, values in parts.items() for name, value in values.items()}
 
 
-def _match(name: str, value: Any, wanted: Any) -> None:
+def _require_same_kind(name: str, value: Any, wanted: Any) -> None:
     """Raise a ValueError unless both are tensors of one shape and dtype, or neither is a tensor."""
     if (found := _kind(value)) != (needed := _kind(wanted)):
         raise ValueError(f"{name} is {found} where {needed} is needed")
@@ -238,12 +234,12 @@ def _kind(value: Any) -> str:
 
 
 @contextmanager
-def products_in(name: Precision) -> Iterator[None]:
-    """Products of float32 matrices in float32, or on a GPU's tensor cores in TF32; the fastest kernels of either."""
-    matrices = torch.get_float32_matmul_precision()
+def matmul_precision(name: Precision) -> Iterator[None]:
+    """Compute matrix products and convolutions in float32, or in TF32 on a GPU; benchmark cuDNN's kernels."""
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     try:
         with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=name == "tf32"):
             yield
     finally:
-        torch.set_float32_matmul_precision(matrices)
+        torch.set_float32_matmul_precision(before)

@@ -1,4 +1,4 @@
-"""The network that plays Atari games: what to do, and what it will be worth, from the last four frames."""
+"""The actor-critic network that plays Atari games from the last four frames."""
 
 import math
 
@@ -6,21 +6,22 @@ from torch import Tensor, nn
 
 
 class ActorCritic(nn.Module):
-    """Three convolutions and a hidden layer, then two heads. Every layer starts orthogonal, with biases of zero.
+    """Three convolutions and a hidden layer, then a policy head and a value head.
 
-    The gains are √2 before a rectifier, 0.01 for the policy, so that it starts near chance, and 1 for the value.
+    Weights start orthogonal, biases at zero. The gain is √2 before a ReLU, 1 for the value, and 0.01 for the policy, so
+    that it starts near uniform.
 
     Args:
-        actions: how many there are to choose from.
-        width: of every hidden layer, relative to the paper's.
-        side: of the square frames.
+        actions: number of actions.
+        width: width of every hidden layer, relative to the paper's.
+        side: side of the square frames, in pixels.
     """
 
     def __init__(self, actions: int = 6, *, width: float = 1.0, side: int = 84) -> None:
         super().__init__()
         channels = [int(layer * width) for layer in (32, 64, 32)]
         hidden = int(512 * width)
-        left = (((side - 8) // 4 + 1 - 4) // 2 + 1) - 2
+        final_side = (((side - 8) // 4 + 1 - 4) // 2 + 1) - 2
         self.body = nn.Sequential(
             nn.Conv2d(4, channels[0], 8, 4),
             nn.ReLU(inplace=True),
@@ -29,7 +30,7 @@ class ActorCritic(nn.Module):
             nn.Conv2d(channels[1], channels[2], 3, 1),
             nn.ReLU(inplace=True),
             nn.Flatten(),
-            nn.Linear(channels[2] * left * left, hidden),
+            nn.Linear(channels[2] * final_side**2, hidden),
             nn.ReLU(inplace=True),
         )
         self.actor = nn.Linear(hidden, actions)
@@ -43,6 +44,6 @@ class ActorCritic(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, frames: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits (N, actions) and values (N,), of bytes (N, 4, side, side)."""
+        """Map frames, uint8 (N, 4, side, side), to logits (N, actions) and values (N,)."""
         hidden = self.body(frames.float() / 255)
         return self.actor(hidden), self.critic(hidden).squeeze(1)

@@ -1,7 +1,7 @@
-"""A generator and a discriminator after BigGAN for 32 x 32, class-conditional, with spectral norm on every layer.
+"""A class-conditional generator and discriminator after BigGAN, for 32 x 32 images, with spectral norm on every layer.
 
-The blocks are those of Brock, Donahue and Simonyan (2019, Appendix B); the widths, where attention is, and what the
-paper does not say are as the authors of Nero ran it.
+The blocks are those of Brock, Donahue and Simonyan (2019, Appendix B). The widths, the place of attention, and details
+that the paper omits follow the code of Nero's authors.
 """
 
 from itertools import pairwise
@@ -10,72 +10,77 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from nero_lab.models.spectral import BIAS, spectral
+from nero_lab.models.spectral import BIAS_STD, with_spectral_norm
 
-#: What a generator starts from, in pixels.
-FIRST = 4
-#: Channels of the generator, from the first layer to behind its last block, and of the discriminator's blocks, as
-#: multiples of a unit; and which of these blocks halve the image.
-MAKING, TELLING, HALVED = (4, 4, 2, 1), (1, 2, 4, 4), (True, True, True, False)
-#: How fast statistics of conditional batch norms follow those of batches.
+#: Side of the generator's first feature map, in pixels.
+FIRST_SIDE = 4
+#: Channels before and after the generator's blocks, as multiples of a base.
+GENERATOR_WIDTHS = (4, 4, 2, 1)
+#: Channels after the discriminator's blocks, as multiples of the base, and which blocks halve the image.
+DISCRIMINATOR_WIDTHS, HALVES = (1, 2, 4, 4), (True, True, True, False)
+#: Momentum of the running statistics of conditional batch norms.
 MOMENTUM = 0.001
-#: What the discriminator's scores are multiplied by.
-LOUDER = 10.0
+#: Factor of the discriminator's scores.
+SCORE_FACTOR = 10.0
 
 
-class Pair(nn.Module):
-    """Two networks that train each other.
+class GANPair(nn.Module):
+    """Generator and discriminator.
 
     Args:
-        base: the unit of channels.
-        blocks: of the generator, each of which doubles the image from 4 pixels on; three at most.
-        chunk: numbers of chance that the first layer has, and each block.
-        said: numbers that a class is told the blocks by.
-        rows: of the tables of classes, of which as many are used as there are classes.
+        base: unit of the channels.
+        blocks: blocks of the generator, at most three; each doubles the image from 4 pixels on.
+        chunk: elements of noise for the first layer, and for each block.
+        class_features: elements of a class's embedding in the generator.
+        rows: rows of the class tables; only as many are used as there are classes.
     """
 
-    def __init__(self, base: int = 64, blocks: int = 3, chunk: int = 20, said: int = 80, rows: int = 1000) -> None:
+    def __init__(
+        self, base: int = 64, blocks: int = 3, chunk: int = 20, class_features: int = 80, rows: int = 1000
+    ) -> None:
         super().__init__()
-        self.generator = Generator([base * each for each in MAKING[: blocks + 1]], chunk, said, rows)
-        self.discriminator = Discriminator([base * each for each in TELLING], rows)
+        widths = [base * width for width in GENERATOR_WIDTHS[: blocks + 1]]
+        self.generator = Generator(widths, chunk, class_features, rows)
+        self.discriminator = Discriminator([base * width for width in DISCRIMINATOR_WIDTHS], rows)
 
 
 class Generator(nn.Module):
-    """Images in (-1, 1) from chance, a chunk of it for the first layer and for each block, and from classes."""
+    """Network that maps noise and classes to images in (-1, 1). The first layer and each block get a chunk of noise."""
 
-    def __init__(self, widths: list[int], chunk: int, said: int, rows: int) -> None:
+    def __init__(self, widths: list[int], chunk: int, class_features: int, rows: int) -> None:
         super().__init__()
         self.chunk, self.noise = chunk, len(widths) * chunk
-        self.classes = spectral(nn.Linear(rows, said))
-        self.first = spectral(nn.Linear(chunk, widths[0] * FIRST**2))
-        self.blocks = nn.ModuleList(Up(*ends, said + chunk) for ends in pairwise(widths))
+        self.classes = with_spectral_norm(nn.Linear(rows, class_features))
+        self.first = with_spectral_norm(nn.Linear(chunk, widths[0] * FIRST_SIDE**2))
+        self.blocks = nn.ModuleList(Up(*ends, class_features + chunk) for ends in pairwise(widths))
         self.attention = Attention(widths[-2])
         norm = nn.BatchNorm2d(widths[-1])
-        nn.init.normal_(norm.bias, std=BIAS)
+        nn.init.normal_(norm.bias, std=BIAS_STD)
         self.last = nn.Sequential(norm, nn.ReLU(), _three_by_three(widths[-1], 3), nn.Tanh())
 
     def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
         first, *others = torch.split(noise, self.chunk, dim=1)
-        said = F.embedding(labels, self.classes.weight.mT) + self.classes.bias  # of a one and many zeros
-        hidden = self.first(first).unflatten(1, (-1, FIRST, FIRST)).contiguous(memory_format=torch.channels_last)
+        embedded = F.embedding(labels, self.classes.weight.mT) + self.classes.bias  # the layer on one-hot labels
+        shape = (-1, FIRST_SIDE, FIRST_SIDE)
+        hidden = self.first(first).unflatten(1, shape).contiguous(memory_format=torch.channels_last)
         for block, chunk in zip(self.blocks, others, strict=True):
             if block is self.blocks[-1]:
                 hidden = self.attention(hidden)
-            hidden = block(hidden, torch.cat([said, chunk], dim=1))
+            hidden = block(hidden, torch.cat([embedded, chunk], dim=1))
         images: Tensor = self.last(hidden)
         return images
 
 
 class Discriminator(nn.Module):
-    """A score for each image and its class: high for a real one, by a network that halves the image three times."""
+    """Network that scores images and their classes, high for real ones. It halves the image three times."""
 
     def __init__(self, widths: list[int], rows: int) -> None:
         super().__init__()
         ends = pairwise([3, *widths])
-        self.blocks = nn.ModuleList(Down(*each, half) for each, half in zip(ends, HALVED, strict=True))
+        self.blocks = nn.ModuleList(Down(*channels, halves) for channels, halves in zip(ends, HALVES, strict=True))
         self.attention = Attention(widths[1])
-        self.last = spectral(nn.Linear(widths[-1], 1))
-        self.classes = spectral(nn.Embedding(rows, widths[-1]))
+        self.last = with_spectral_norm(nn.Linear(widths[-1], 1))
+        self.classes = with_spectral_norm(nn.Embedding(rows, widths[-1]))
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         first, second, *others = self.blocks
@@ -84,28 +89,28 @@ class Discriminator(nn.Module):
             hidden = block(hidden)
         features = F.relu(hidden).mean((2, 3))
         score: Tensor = self.last(features).squeeze(1) + (self.classes(labels) * features).sum(1)
-        return LOUDER * score
+        return SCORE_FACTOR * score
 
 
 class Up(nn.Module):
-    """Two convolutions on an image twice as large, and a way around them."""
+    """Residual block of the generator: two convolutions on an image of twice the size."""
 
     def __init__(self, inputs: int, outputs: int, condition: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(ConditionalBatchNorm(width, condition) for width in (inputs, outputs))
         self.first, self.second = _three_by_three(inputs, outputs), _three_by_three(outputs, outputs)
-        self.around = spectral(nn.Conv2d(inputs, outputs, 1)) if inputs != outputs else nn.Identity()
+        self.around = with_spectral_norm(nn.Conv2d(inputs, outputs, 1)) if inputs != outputs else nn.Identity()
 
     def forward(self, inputs: Tensor, condition: Tensor) -> Tensor:
         hidden = F.relu(self.norms[0](inputs, condition))
         hidden = self.first(F.interpolate(hidden, scale_factor=2))
         hidden = self.second(F.relu(self.norms[1](hidden, condition)))
-        around = F.interpolate(self.around(inputs), scale_factor=2)  # which commute
+        around = F.interpolate(self.around(inputs), scale_factor=2)  # commutes; convolves a quarter of the pixels
         return torch.add(hidden, around)
 
 
 class Down(nn.Module):
-    """Two convolutions, perhaps on to an image half as large, and a way around them."""
+    """Residual block of the discriminator: two convolutions, then optionally an image of half the size."""
 
     def __init__(self, inputs: int, outputs: int, halved: bool) -> None:
         super().__init__()
@@ -113,50 +118,50 @@ class Down(nn.Module):
         self.first, self.second = _three_by_three(inputs, outputs), _three_by_three(outputs, outputs)
         self.halved = halved
         changed = halved or inputs != outputs
-        self.around = spectral(nn.Conv2d(inputs, outputs, 1)) if changed else nn.Identity()
+        self.around = with_spectral_norm(nn.Conv2d(inputs, outputs, 1)) if changed else nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.first(inputs if self.of_pixels else F.relu(inputs))
         hidden = self.second(F.relu(hidden))
         if self.halved:
             hidden, inputs = F.avg_pool2d(hidden, 2), F.avg_pool2d(inputs, 2)
-        return torch.add(hidden, self.around(inputs))  # the mean and the way around commute
+        return torch.add(hidden, self.around(inputs))  # pooling and the 1 x 1 convolution commute
 
 
 class Attention(nn.Module):
-    """Every pixel looks at every two by two others, and what it sees is added to it, with weight one."""
+    """Self-attention of every pixel to 2 x 2 max-pooled keys and values, added with weight one."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         few, half = max(1, channels // 8), max(1, channels // 2)
         self.queries, self.keys, self.values = (
-            spectral(nn.Conv2d(channels, outputs, 1)) for outputs in (few, few, half)
+            with_spectral_norm(nn.Conv2d(channels, outputs, 1)) for outputs in (few, few, half)
         )
-        self.out = spectral(nn.Conv2d(half, channels, 1))
+        self.out = with_spectral_norm(nn.Conv2d(half, channels, 1))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        looks = (self.queries, self.keys, self.values)  # all at once
-        weights, biases = (torch.cat([getattr(look, name) for look in looks]) for name in ("weight", "bias"))
+        layers = (self.queries, self.keys, self.values)  # as one convolution
+        weights, biases = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
         few, half = self.keys.out_channels, self.values.out_channels
         queries, others = torch.split(F.conv2d(inputs, weights, biases), [few, few + half], dim=1)
         keys, values = torch.split(F.max_pool2d(others, 2).flatten(2), [few, half], dim=1)
-        seen = torch.softmax(queries.flatten(2).mT @ keys, dim=-1) @ values.mT
-        looked: Tensor = self.out(torch.unflatten(seen.mT, 2, inputs.shape[2:]))
-        return inputs + looked
+        attended = torch.softmax(queries.flatten(2).mT @ keys, dim=-1) @ values.mT
+        outputs: Tensor = self.out(torch.unflatten(attended.mT, 2, inputs.shape[2:]))
+        return inputs + outputs
 
 
 class ConditionalBatchNorm(nn.Module):
-    """Batch norm whose gains and biases are affine in a condition, the gains as what is added to one."""
+    """Batch norm whose gains and biases are affine functions of a condition; gains are offsets from one."""
 
     def __init__(self, channels: int, condition: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(channels, momentum=MOMENTUM, affine=False)
-        self.gain, self.bias = (spectral(nn.Linear(condition, channels)) for _ in range(2))
+        self.gain, self.bias = (with_spectral_norm(nn.Linear(condition, channels)) for _ in range(2))
 
     def forward(self, inputs: Tensor, condition: Tensor) -> Tensor:
-        gain, bias = (look(condition)[:, :, None, None] for look in (self.gain, self.bias))
+        gain, bias = (layer(condition)[:, :, None, None] for layer in (self.gain, self.bias))
         return torch.addcmul(bias, self.norm(inputs), 1 + gain)
 
 
 def _three_by_three(inputs: int, outputs: int) -> nn.Conv2d:
-    return spectral(nn.Conv2d(inputs, outputs, 3, padding=1))
+    return with_spectral_norm(nn.Conv2d(inputs, outputs, 3, padding=1))

@@ -1,13 +1,13 @@
-"""Dropout that draws from a generator of the run's own."""
+"""Dropout with a random generator of its own."""
 
 import torch
 from torch import Tensor, nn
 
 
 class Dropout(nn.Module):
-    """As :class:`torch.nn.Dropout`, from :attr:`generator`.
+    """:class:`torch.nn.Dropout` that draws from :attr:`generator`.
 
-    torch's own draws from the process's generator, which runs side by side would share.
+    torch's own draws from the global generator, which concurrent runs would share.
     """
 
     def __init__(self, probability: float = 0.5) -> None:

@@ -1,4 +1,4 @@
-"""The perceptrons of the MNIST experiments."""
+"""Multilayer perceptrons of the MNIST experiments."""
 
 import math
 
@@ -9,9 +9,9 @@ import nero
 
 
 class ScaledReLU(nn.Module):
-    """φ(x) = √2 · max(0, x), forward and backward in one pass each.
+    """φ(x) = √2 · max(0, x), in one kernel each for forward and backward pass.
 
-    An exponential linear unit with α = 0 is a rectifier, and torch's has a scale built in.
+    An ELU with α = 0 is a ReLU, and torch's ELU has a built-in scale.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -19,13 +19,13 @@ class ScaledReLU(nn.Module):
 
 
 def mlp(depth: int, width: int = 784, classes: int = 10, *, bias: bool = True) -> nn.Sequential:
-    """A perceptron of so many layers, all but the last followed by :class:`ScaledReLU`."""
+    """Build a perceptron with ``depth`` linear layers, all but the last followed by :class:`ScaledReLU`."""
     hidden = [layer for _ in range(depth - 1) for layer in (nn.Linear(width, width, bias=bias), ScaledReLU())]
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, classes, bias=bias))
 
 
 def reparameterised(depth: int, sigma: float, width: int = 784, classes: int = 10) -> nn.Sequential:
-    """A perceptron without biases whose weights are N(0, σ²) seen through Eq. (cwn)."""
+    """Build a perceptron without biases whose N(0, σ²) weights are reparameterised by Eq. (cwn)."""
     model = mlp(depth, width, classes, bias=False)
     for layer in model:
         if isinstance(layer, nn.Linear):

@@ -1,4 +1,4 @@
-"""Residual networks with affine batch norm: ResNet-18 for 32 x 32 images, and ResNet-50 for those of ImageNet."""
+"""Residual networks with affine batch norm: ResNet-18 for 32 x 32 images, and ResNet-50 for ImageNet."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Convolutions and a way around them.
+    """Residual block.
 
     Args:
         body: the convolutions, each with its batch norm.
-        inputs: channels that come in.
-        outputs: channels that go out.
-        stride: of the body, and so of the way around it.
+        inputs: input channels.
+        outputs: output channels.
+        stride: stride of the body, and of its shortcut.
     """
 
     def __init__(self, body: nn.Sequential, inputs: int, outputs: int, stride: int) -> None:
@@ -27,15 +27,15 @@ class Block(nn.Module):
         return F.relu(self.body(inputs) + self.around(inputs), inplace=True)
 
 
-def plain(inputs: int, channels: int, stride: int) -> Block:
-    """Two convolutions of 3 x 3."""
+def basic_block(inputs: int, channels: int, stride: int) -> Block:
+    """Build a block of two 3 x 3 convolutions."""
     first = _convolution(inputs, channels, 3, stride)
     body = nn.Sequential(*first, nn.ReLU(inplace=True), *_convolution(channels, channels, 3))
     return Block(body, inputs, channels, stride)
 
 
 def bottleneck(inputs: int, channels: int, stride: int) -> Block:
-    """A convolution of 3 x 3 between two of 1 x 1, the last of which has four times the channels."""
+    """Build a block of a 3 x 3 convolution between two of 1 x 1, the last with four times the channels."""
     body = nn.Sequential(
         *_convolution(inputs, channels, 1),
         nn.ReLU(inplace=True),
@@ -47,18 +47,20 @@ def bottleneck(inputs: int, channels: int, stride: int) -> Block:
 
 
 def resnet18(classes: int = 10, *, width: float = 1.0) -> nn.Sequential:
-    """Four stages of two blocks, 64 to 512 channels (times the width), then one linear layer with bias."""
+    """Build four stages of two blocks, with 64 to 512 channels times the width, and a linear layer with bias."""
     stem = int(64 * width)
     layers: list[nn.Module] = [*_convolution(3, stem, 3), nn.ReLU(inplace=True)]
-    return _network(layers, stem, plain, (2, 2, 2, 2), classes, width)
+    return _network(layers, stem, basic_block, (2, 2, 2, 2), classes, width)
 
 
 def resnet50(classes: int = 1000, *, width: float = 1.0) -> nn.Sequential:
-    """torchvision's: a stem that quarters the image, 3 + 4 + 6 + 3 bottlenecks, convolutions Kaiming normal by fan-out.
+    """Build torchvision's ResNet-50: a stem that quarters the image, then 3 + 4 + 6 + 3 bottlenecks.
+
+    Convolutions start Kaiming normal, by fan-out.
 
     Args:
-        classes: how many outputs.
-        width: of every layer, relative to the paper's.
+        classes: number of classes.
+        width: width of every layer, relative to the paper's.
     """
     stem = int(64 * width)
     layers = [*_convolution(3, stem, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
@@ -77,16 +79,16 @@ def _network(
     classes: int,
     width: float,
 ) -> nn.Sequential:
-    """Stages of so many blocks behind a stem; each but the first halves the image and doubles the channels."""
+    """Append stages of blocks to a stem; each stage but the first halves the image and doubles the channels."""
     for stage, count in enumerate(blocks):
-        for place in range(count):
-            block = make(before, int(64 * 2**stage * width), 2 if stage and not place else 1)
+        for index in range(count):
+            block = make(before, int(64 * 2**stage * width), 2 if stage and not index else 1)
             layers.append(block)
             before = block.outputs
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[nn.Module]:
-    """One that keeps the image's size, or halves it, and its batch norm."""
+    """Build a convolution without bias that keeps or halves the image's size, and its batch norm."""
     convolution = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     return [convolution, nn.BatchNorm2d(outputs)]

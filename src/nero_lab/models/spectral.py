@@ -1,4 +1,4 @@
-"""Spectral norm: a weight divided by its largest singular value."""
+"""Spectral normalisation: division of a weight by its largest singular value."""
 
 from typing import Any, TypeVar
 
@@ -9,19 +9,19 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.parametrize import register_parametrization
 
 Layer = TypeVar("Layer", nn.Conv2d, nn.Linear, nn.Embedding)
-#: The standard deviation of biases at the start.
-BIAS = 0.01
+#: Standard deviation of initial biases.
+BIAS_STD = 0.01
 
 
 class SpectralNorm(nn.Module):
-    """A parametrization by which a layer sees its weight divided by the largest singular value.
+    """Parametrization that divides a weight by its largest singular value.
 
-    The weight is taken as a matrix with a row for each entry along axis 0. The singular value is found by power
-    iteration, one step a pass from where the last pass in training left it: :attr:`u` is all there is to keep, and is
-    a buffer. torch's own keeps a second vector, makes 15 steps when it is made, and none in evaluation.
+    The weight counts as a matrix whose rows are the slices along axis 0. Power iteration finds the singular value: one
+    step per forward pass, which starts from the buffer :attr:`u` and updates it in training. Unlike this class, torch's
+    own keeps a second vector, makes 15 steps at construction, and none in evaluation.
 
     Args:
-        rows: of the matrix.
+        rows: rows of the matrix.
     """
 
     u: Tensor
@@ -32,11 +32,15 @@ class SpectralNorm(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         with torch.no_grad():
-            matrix = weight.movedim(1, -1).flatten(1)  # in channels last, a view; the order of columns is nothing to u
+            matrix = weight.movedim(1, -1).flatten(
+                1
+            )  # a view in channels-last layout; u does not depend on the column order
             v = matrix.mT @ self.u
             v /= torch.linalg.vector_norm(v)
             stretched = matrix @ v
-            largest = torch.linalg.vector_norm(stretched)  # u @ matrix @ v, since this is along u
+            largest = torch.linalg.vector_norm(
+                stretched
+            )  # equals u @ matrix @ v, since stretched is parallel to the new u
             if self.training:
                 torch.div(stretched, largest, out=self.u)
         divided: Tensor = _Divided.apply(weight, largest, stretched, v)  # type: ignore[no-untyped-call]
@@ -44,10 +48,10 @@ class SpectralNorm(nn.Module):
 
 
 class _Divided(torch.autograd.Function):
-    """A weight W over u W v, whose gradient takes u and v for constants.
+    """W / (u W v), with u and v constant in the gradient.
 
-    It is what torch would find by itself, in half as many kernels: they are small, and their number is what counts. The
-    gradient of a weight has none of its own; that of what a layer is given has.
+    Autograd would compute the same in twice as many kernels, whose number dominates because they are small. The weight
+    has no second derivative.
     """
 
     @staticmethod
@@ -60,17 +64,17 @@ class _Divided(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         divided, largest, stretched, v = ctx.saved_tensors
-        less = stretched * ((grad * divided).sum() / largest)
+        correction = stretched * ((grad * divided).sum() / largest)
         moved = grad.movedim(1, -1)
-        matrix = torch.addr(moved.flatten(1), less, v, alpha=-1).div_(largest)
+        matrix = torch.addr(moved.flatten(1), correction, v, alpha=-1).div_(largest)
         return matrix.view(moved.shape).movedim(-1, 1), None, None, None
 
 
-def spectral(layer: Layer) -> Layer:
-    """The layer, orthogonal at the start, its biases small and random, its weight seen through spectral norm."""
+def with_spectral_norm(layer: Layer) -> Layer:
+    """Initialise a layer with orthogonal weights and small random biases, and add :class:`SpectralNorm` to it."""
     nn.init.orthogonal_(layer.weight)
     bias = getattr(layer, "bias", None)
     if bias is not None:
-        nn.init.normal_(bias, std=BIAS)
+        nn.init.normal_(bias, std=BIAS_STD)
     register_parametrization(layer, "weight", SpectralNorm(len(layer.weight)))
     return layer

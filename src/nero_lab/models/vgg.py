@@ -4,7 +4,7 @@ from torch import nn
 
 from nero_lab.models.dropout import Dropout
 
-#: Channels of each convolution, and whether the image is halved after it.
+#: Channels of each convolution, and whether max pooling follows.
 LAYERS = (
     (64, True),
     (128, True),
@@ -18,21 +18,21 @@ LAYERS = (
 
 
 def vgg11(classes: int = 10, *, width: float = 1.0, dropout: float = 0.5) -> nn.Sequential:
-    """Eight convolutions without bias (Kaiming normal, fan-out), then three linear layers with dropout between.
+    """Build eight convolutions without bias (Kaiming normal, fan-out) and three linear layers with dropout.
 
     Args:
-        classes: how many outputs.
-        width: of every layer, relative to the paper's.
-        dropout: the probability to drop a unit.
+        classes: number of classes.
+        width: width of every layer, relative to the paper's.
+        dropout: probability to drop a unit.
     """
     features: list[nn.Module] = []
     before = 3
-    for layer, halved in LAYERS:
+    for layer, is_pooled in LAYERS:
         channels = int(layer * width)
         convolution = nn.Conv2d(before, channels, 3, padding=1, bias=False)
         nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-        # the rectifier commutes with the maximum, and has a quarter to do after it
-        features += [convolution, *([nn.MaxPool2d(2)] if halved else []), nn.ReLU(inplace=True)]
+        # ReLU commutes with max pooling, and after it has a quarter of the work
+        features += [convolution, *([nn.MaxPool2d(2)] if is_pooled else []), nn.ReLU(inplace=True)]
         before = channels
     hidden = int(4096 * width)
     return nn.Sequential(

@@ -6,9 +6,9 @@ on the same classes, by the hinge loss. 120 epochs, the rate divided by 10 after
 the discriminator, and that is a contender of its own.
 """
 
-from nero_lab.data.augment import flip
+from nero_lab.data.augmentation import flip
 from nero_lab.loops.adversarial import Adversarial
-from nero_lab.models.biggan import Pair
+from nero_lab.models.biggan import GANPair
 from nero_lab.protocol import Contender, Task, drop
 
 task = Task(
@@ -16,7 +16,7 @@ task = Task(
     shows="Table 1, Figure 4",
     title="Nero trains a GAN that makes better images than the others' do",
     dataset="cifar10",
-    model=Pair,
+    model=GANPair,
     contenders={
         "nero": Contender("nero", best=0.01),
         "sgd": Contender("sgd", best=0.01),

@@ -6,7 +6,7 @@ warm-up, step by step, then the learning rate times 0.2 at epochs 100, 150 and 1
 
 from typing import Any
 
-from nero_lab.data.augment import crop_flip_rotate
+from nero_lab.data.augmentation import crop_flip_rotate
 from nero_lab.protocol import warm_up_then_drop
 
 CIFAR10: dict[str, Any] = {

@@ -26,7 +26,7 @@ def bleu(model: nn.Module, data: Dataset) -> dict[str, float]:
 
     longest = 10 + data.test.labels.shape[1]
     found = [
-        data.said(sentence)
+        data.to_text(sentence)
         for words, *_ in data.batches("test")
         for sentence in model.translate(words[:, 0], pairs.BEGIN, pairs.END, longest).tolist()
     ]

@@ -1,4 +1,4 @@
-"""A step that is made over and over: on a GPU, a CUDA graph."""
+"""Steps that are captured as CUDA graphs and replayed."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -6,23 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Calls before a graph is captured: libraries choose their kernels, and Nero's are compiled.
-WARM_UP = 3
+#: Calls before a capture, in which libraries choose kernels and Nero compiles its own.
+WARM_UP_CALLS = 3
 
 
-class Captured:
-    """A function of tensors, captured when it is first called with some shapes and replayed from then on.
+class CapturedStep:
+    """Function of tensors that is captured at the first call with given shapes, and replayed from then on.
 
     Args:
-        function: what to do; called under the stream.
-        changing: all tensors that it changes, which the warm-up before a capture must leave as they were.
-        stream: to capture on; without, as on a CPU, the function is called as it is.
-        generator: that it draws from, if it does.
-        pool: of memory, if it is shared with others that never run at the same time.
-        mode: what else the process may do while a graph is captured, as ``torch.cuda.graph`` calls it.
+        function: the function; called under the stream.
+        changing: returns all tensors that the function changes, which the warm-up must restore.
+        stream: stream to capture on; None, as on a CPU: call the function directly.
+        generator: random generator that the function draws from, if any.
+        pool: memory pool, if shared with graphs that never run at the same time.
+        mode: ``capture_error_mode`` of ``torch.cuda.graph``.
 
     Attributes:
-        graphs: with the tensors that they read, by the kind of call and the inputs' shapes.
+        graphs: each graph and its input tensors, by the kind of call and the input shapes.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Captured:
         self._mode = mode
 
     def __call__(self, *inputs: Tensor, kind: Hashable = None) -> None:
-        """Do it with these; calls of different kinds have graphs of their own."""
+        """Call the function, or replay it; calls of different kinds have graphs of their own."""
         if self.stream is None:
             self.function(*inputs)
             return
-        key = (kind, *(each.shape for each in inputs))
+        key = (kind, *(value.shape for value in inputs))
         if key not in self.graphs:
-            held = tuple(each.clone() for each in inputs)
+            held = tuple(value.clone() for value in inputs)
             self.graphs[key] = self._capture(held), held
         graph, held = self.graphs[key]
-        for place, each in zip(held, inputs, strict=True):
-            place.copy_(each)
+        for static, value in zip(held, inputs, strict=True):
+            static.copy_(value)
         graph.replay()
 
     def _capture(self, held: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         changing = self.changing()
         before = [tensor.clone() for tensor in changing]
         random = None if self.generator is None else self.generator.get_state()
-        for _ in range(WARM_UP):
+        for _ in range(WARM_UP_CALLS):
             self.function(*held)
             for tensor, value in zip(changing, before, strict=True):
                 tensor.copy_(value)

@@ -1,0 +1,43 @@
+"""The interface between a data set and the training loop."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, Self, TypeAlias
+
+import torch
+from torch import Tensor
+
+#: Maps pixels and a random generator to augmented pixels.
+Augment: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
+
+
+class Dataset(Protocol):
+    """Data set as the training loop sees it. Labels of -100 are ignored by the loss."""
+
+    @property
+    def name(self) -> str:
+        """Name that tasks refer to."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Held-out parts that are evaluated after each epoch."""
+
+    @property
+    def examples(self) -> int:
+        """Number of training examples."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the batches."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Keyword arguments of the model that depend on the data; empty if the model's defaults fit."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return a copy on another device."""
+
+    def epoch(self, batch: int, generator: torch.Generator, augment: Augment | None) -> Sequence[tuple[Tensor, ...]]:
+        """Return the shuffled batches of one epoch, each one or more inputs followed by the labels."""
+
+    def batches(self, part: str) -> Iterator[tuple[Tensor, ...]]:
+        """Iterate over the batches of a held-out part, each one or more inputs followed by the labels."""

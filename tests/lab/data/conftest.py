@@ -1,0 +1,31 @@
+"""Isolation of the data tests from the network and from the user's data."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lab.data_cases import checksum
+
+from nero_lab.data import FILES, sources
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch):
+    """Hide the mirrors and the user's data folders."""
+    monkeypatch.setattr(sources, "MIRRORS", {"mnist": (), "cifar10": (), "wikitext2": (), "multi30k": ()})
+    for variable in ("NERO_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("no_proxy", "*")
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, bytes], Path]:
+    """Return a function that writes a file and registers its checksum."""
+
+    def write(path: Path, content: bytes) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        monkeypatch.setitem(FILES, path.name, checksum(content, path.name))
+        return path
+
+    return write

@@ -1,0 +1,164 @@
+"""Random crops, flips and rotations, against references and Pillow."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nero_lab.data import augmentation
+from nero_lab.data.augmentation import crop_flip_rotate, flip
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def seeded(seed: int = 0, device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def random_bytes(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.randint(1, 256, shape, dtype=torch.uint8, generator=seeded(1)).to(device)
+
+
+def mostly_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether pixels agree, up to a few that rounding may tip to a neighbour."""
+    return int((one != other).sum()) <= 3 + 1e-3 * one.numel()
+
+
+def reference(pixels: Tensor, draws: augmentation._Draws, padding: int) -> Tensor:
+    """Crop, flip and rotate pixel by pixel."""
+    count, _, height, width = pixels.shape
+    result = torch.zeros_like(pixels)
+    for i in range(count):
+        down, right = (draws.shifts[i] + padding).tolist()
+        image = torch.nn.functional.pad(pixels[i], (padding,) * 4)[:, down : down + height, right : right + width]
+        if draws.flips[i]:
+            image = image.flip(2)
+        cos, sin = math.cos(draws.angles[i]), math.sin(draws.angles[i])
+        for y in range(height):
+            for x in range(width):
+                from_middle_x, from_middle_y = x + 0.5 - width / 2, y + 0.5 - height / 2
+                source_x = math.floor(cos * from_middle_x - sin * from_middle_y + width / 2)
+                source_y = math.floor(sin * from_middle_x + cos * from_middle_y + height / 2)
+                if 0 <= source_x < width and 0 <= source_y < height:
+                    result[i, :, y, x] = image[:, source_y, source_x]
+    return result
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("shape", "padding", "degrees"),
+    [
+        ((6, 3, 32, 32), 4, 15.0),
+        ((5, 1, 28, 28), 2, 40),
+        ((9, 2, 7, 12), 3, 180.0),
+        ((40, 1, 4, 3), 9, 15.0),  # some crops are all padding
+        ((5, 3, 16, 16), 0, 15.0),
+        ((5, 3, 16, 16), 4, 0),
+        ((0, 3, 16, 16), 4, 15.0),
+    ],
+)
+def test_crop_flip_rotate_matches_reference(device: str, shape: tuple[int, ...], padding: int, degrees: float):
+    pixels = random_bytes(*shape, device=device)
+    before = pixels.clone()
+    moved = crop_flip_rotate(pixels, seeded(device=device), padding=padding, degrees=degrees)
+    draws = augmentation._draw(shape[0], seeded(device=device), padding, degrees, pixels.device)
+    assert moved.dtype == torch.uint8
+    assert moved.device == pixels.device
+    on_cpu = augmentation._Draws(*(draw.cpu() for draw in draws))
+    assert mostly_equal(moved.cpu(), reference(pixels.cpu(), on_cpu, padding))
+    assert torch.equal(pixels, before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_crop_flip_rotate_is_chunk_free_and_reproducible(device: str):
+    pixels = random_bytes(50, 3, 12, 12, device=device)
+    moved = crop_flip_rotate(pixels, seeded(device=device))
+    for chunk in (1, 7, 50, 51):
+        assert mostly_equal(moved, crop_flip_rotate(pixels, seeded(device=device), chunk=chunk))
+    assert not torch.equal(moved, crop_flip_rotate(pixels, seeded(7, device)))
+    generator = seeded(device=device)
+    assert torch.equal(moved, crop_flip_rotate(pixels, generator))
+    assert not torch.equal(moved, crop_flip_rotate(pixels, generator))  # the generator has advanced
+
+
+def test_crop_flip_rotate_accepts_channels_last():
+    pixels = random_bytes(9, 3, 12, 10)
+    expected = crop_flip_rotate(pixels, seeded())
+    other = pixels.to(memory_format=torch.channels_last)
+    assert mostly_equal(crop_flip_rotate(other, seeded(), chunk=4), expected)
+
+
+def test_crop_flip_rotate_mirrors_half_of_the_images():
+    pixels = random_bytes(2000, 3, 5, 6)
+    moved = crop_flip_rotate(pixels, seeded(), padding=0, degrees=0)
+    same, mirrored = ((moved == other).flatten(1).all(1) for other in (pixels, pixels.flip(3)))
+    assert bool((same ^ mirrored).all())
+    assert 900 < int(mirrored.sum()) < 1100  # 4.5 standard deviations
+
+
+def test_draws_are_uniform():
+    shifts, _, angles = augmentation._draw(9000, seeded(), 4, 15.0, torch.device("cpu"))
+    for axis in (0, 1):
+        counts = (shifts[:, axis] + 4).bincount(minlength=9)
+        assert len(counts) == 9
+        assert 850 < int(counts.min()) <= int(counts.max()) < 1150  # 5 standard deviations
+    degrees = angles.rad2deg()
+    assert degrees.abs().max() <= 15
+    counts = degrees.histc(9, -15, 15)
+    assert 850 < int(counts.min()) <= int(counts.max()) < 1150
+
+
+@pytest.mark.parametrize("angle", [-15.0, -7.3, -0.4, 0.0, 3.7, 11.1, 14.9, 47.0])
+@pytest.mark.parametrize("size", [(32, 32), (28, 21)])
+def test_crop_flip_rotate_matches_pillow(monkeypatch: pytest.MonkeyPatch, angle: float, size: tuple[int, int]):
+    """Pillow's fixed-point arithmetic may differ where two pixels are nearly equidistant."""
+    image_module = pytest.importorskip("PIL.Image")
+    height, width = size
+    pixels = random_bytes(3, 1, height, width)
+    turn = torch.full((3,), math.radians(angle), dtype=torch.float64)
+    draws = augmentation._Draws(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.bool), turn)
+    monkeypatch.setattr(augmentation, "_draw", lambda *_: draws)
+    ours = crop_flip_rotate(pixels, seeded())
+    down, right = torch.meshgrid(
+        torch.arange(height, dtype=torch.float64) + 0.5 - height / 2,
+        torch.arange(width, dtype=torch.float64) + 0.5 - width / 2,
+        indexing="ij",
+    )
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    places = torch.stack([cos * right - sin * down + width / 2, sin * right + cos * down + height / 2])
+    undecided = ((places - places.round()).abs() < 2e-3).any(0)
+    for i in range(3):
+        image = image_module.frombytes("L", (width, height), bytes(pixels[i].flatten()))
+        turned = image.rotate(angle, image_module.Resampling.NEAREST).tobytes()
+        theirs = torch.frombuffer(bytearray(turned), dtype=torch.uint8).view(height, width)
+        differ = ours[i, 0] != theirs
+        assert not bool((differ & ~undecided).any())
+        assert int(differ.sum()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": -1}, "padding must be non-negative, got -1"),
+        ({"degrees": -15.0}, r"degrees must be in \[0, 180\], got -15\.0"),
+        ({"degrees": math.nan}, "degrees"),
+        ({"degrees": math.inf}, "degrees"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+        ({"pixels": torch.zeros(2, 3, 4, 4)}, r"uint8 \(N, C, H, W\), got torch.float32"),
+        ({"pixels": torch.zeros(3, 4, 4, dtype=torch.uint8)}, r"\(3, 4, 4\)"),
+    ],
+)
+def test_crop_flip_rotate_bad_arguments_raise(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        crop_flip_rotate(**{"pixels": random_bytes(2, 3, 4, 4), "generator": seeded(), **options})
+
+
+def test_flip_mirrors_half_of_the_images():
+    pixels = torch.randint(256, (500, 3, 2, 4), dtype=torch.uint8)
+    before = pixels.clone()
+    moved = flip(pixels, torch.Generator().manual_seed(1))
+    flipped = (moved == pixels.flip(3)).flatten(1).all(1)
+    assert 200 < flipped.sum() < 300
+    assert torch.equal(moved[~flipped], pixels[~flipped])
+    assert torch.equal(pixels, before)

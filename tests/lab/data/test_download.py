@@ -1,0 +1,218 @@
+"""Downloads: mirrors, progress, and failures that leave no partial file."""
+
+import errno
+import gzip
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from lab.data_cases import MNIST, archive_of, checksum, tiny_cifar10, tiny_mnist
+
+from nero_lab.data import FILES, DataError, download, load, sources
+
+
+class Mirror:
+    """Local HTTP server: files by path, some cut short, 404 for the rest."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.cut: set[str] = set()
+        self.asked: list[str] = []
+        mirror = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                mirror.asked.append(self.path)
+                content = mirror.files.get(self.path)
+                if content is None:
+                    self.send_error(404)
+                    return
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content[: len(content) // 2] if self.path in mirror.cut else content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture
+def mirror() -> Iterator[Mirror]:
+    made = Mirror()
+    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def publish(mirror: Mirror, monkeypatch: pytest.MonkeyPatch, path: str = "good") -> None:
+    """Publish tiny data sets on a mirror, with their checksums."""
+    mnist = {f"{name}.gz": gzip.compress(content) for name, content in tiny_mnist()[0].items()}
+    cifar10, _, _ = tiny_cifar10()
+    contents = {**mnist, sources.CIFAR10_ARCHIVE: archive_of(cifar10)}
+    for name, content in {**contents, **cifar10}.items():
+        monkeypatch.setitem(FILES, name, checksum(content, name))
+    mirror.files |= {f"/{path}/{name}": content for name, content in contents.items()}
+    urls = (f"{mirror.url}/bad/", f"{mirror.url}/good/")
+    monkeypatch.setattr(sources, "MIRRORS", {"mnist": urls, "cifar10": urls})
+
+
+@pytest.mark.parametrize("fault", ["404", "cut", "wrong", "unreachable"])
+def test_download_takes_first_mirror_that_delivers(
+    tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    publish(mirror, monkeypatch)
+    if fault in ("cut", "wrong"):
+        publish(mirror, monkeypatch, "bad")
+        publish(mirror, monkeypatch)
+    if fault == "cut":
+        mirror.cut = {path for path in mirror.files if path.startswith("/bad")}
+    if fault == "unreachable":
+        monkeypatch.setattr(sources, "MIRRORS", {"mnist": ("http://127.0.0.1:1/", f"{mirror.url}/good/")})
+    reports: list[tuple[str, int, int]] = []
+    dataset = load("mnist", tmp_path, progress=lambda *report: reports.append(report))
+    assert len(dataset.train.pixels) == 7
+    assert files_in(tmp_path) == sorted(f"mnist/{name}.gz" for name in MNIST)
+    for name in MNIST:
+        size = len(mirror.files[f"/good/{name}.gz"])
+        work = f"downloading {name}.gz"
+        assert [each for each in reports if each[0] == work][-2:] == [(work, 0, size), (work, size, size)]
+    mirror.files.clear()
+    again = load("mnist", tmp_path)
+    assert torch.equal(again.train.pixels, dataset.train.pixels)
+
+
+def test_download_of_cifar10_keeps_the_archive(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch):
+    publish(mirror, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "made"))
+    assert len(load("cifar10").train.labels) == 10
+    assert files_in(tmp_path) == [f"made/nero/{sources.CIFAR10_ARCHIVE}"]
+    mirror.files.clear()
+    assert len(load("cifar10").test.labels) == 2
+
+
+def test_download_fetches_missing_files_only(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch):
+    publish(mirror, monkeypatch)
+    load("mnist", tmp_path)
+    (tmp_path / f"mnist/{MNIST[2]}.gz").unlink()
+    mirror.asked.clear()
+    load("mnist", tmp_path)
+    assert mirror.asked == [f"/bad/{MNIST[2]}.gz", f"/good/{MNIST[2]}.gz"]
+
+
+def test_download_reports_each_chunk(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(download, "CHUNK_BYTES", 100)
+    mirror.files["/file"] = bytes(250)
+    reports: list[tuple[str, int, int]] = []
+    wanted = "sha256:" + hashlib.sha256(bytes(250)).hexdigest()
+    download.download([f"{mirror.url}/file"], tmp_path / "file", wanted, lambda *report: reports.append(report), "")
+    assert reports == [("downloading file", done, 250) for done in (0, 100, 200, 250)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"), [("404", "404"), ("cut", "broke off after"), ("wrong", "the checksum must be")]
+)
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_download_failed_leaves_no_file(
+    tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, name: str, fault: str, message: str
+):
+    publish(mirror, monkeypatch)
+    if fault == "404":
+        mirror.files.clear()
+    if fault == "cut":
+        mirror.cut = set(mirror.files)
+    if fault == "wrong":
+        mirror.files = dict.fromkeys(mirror.files, b"<html>sign in")
+    with pytest.raises(DataError) as caught:
+        load(name, tmp_path)
+    text = str(caught.value)
+    assert message in text
+    first = f"{MNIST[0]}.gz" if name == "mnist" else sources.CIFAR10_ARCHIVE
+    assert text.count(f"{mirror.url}/bad/{first}") == text.count(f"{mirror.url}/good/{first}") == 1
+    for file in [f"{stem}.gz" for stem in MNIST] if name == "mnist" else [first]:
+        assert file in text.splitlines()[-1]
+    assert f"into {tmp_path / 'mnist' if name == 'mnist' else tmp_path} by hand" in text
+    assert files_in(tmp_path) == []
+    assert len(mirror.asked) == 2 * download.ATTEMPTS
+
+
+def test_download_interrupted_leaves_no_file(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch):
+    publish(mirror, monkeypatch)
+
+    def interrupt(_name: str, done: int, _total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load("mnist", tmp_path, progress=interrupt)
+    assert files_in(tmp_path) == []
+
+
+def test_download_odd_answers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A timeout and a malformed length become one DataError."""
+
+    class Answer(io.BytesIO):
+        headers = {"Content-Length": "many"}  # noqa: RUF012
+
+    def answer(url: str, timeout: float) -> Answer:
+        assert timeout == download.TIMEOUT_S
+        if url == "slow":
+            raise TimeoutError
+        return Answer()
+
+    monkeypatch.setattr(download.urllib.request, "urlopen", answer)
+    with pytest.raises(DataError, match=r"(?s)slow: TimeoutError.*odd: invalid literal.*do this instead"):
+        download.download(["slow", "odd"], tmp_path / "file", "sha256:0", None, "do this instead")
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "the disk is full: .*mnist has no room for train-images.*--data"),
+        (errno.EDQUOT, "the disk is full"),
+        (errno.EROFS, "train-images-idx3-ubyte.gz cannot be written .*Read-only file system"),
+    ],
+)
+@pytest.mark.parametrize("when", ["opening", "writing", "renaming"])
+def test_download_disk_failure_is_explained(
+    tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, number: int, message: str, when: str
+):
+    publish(mirror, monkeypatch)
+    error = OSError(number, os.strerror(number))
+
+    class Full(io.FileIO):
+        def write(self, content: bytes) -> int:
+            super().write(content[:5])
+            raise error
+
+    def opened(self: Path, mode: str) -> io.FileIO:
+        if when == "opening":
+            raise error
+        return Full(self, mode)
+
+    def replace(*_: Path) -> None:
+        raise error
+
+    if when == "renaming":
+        monkeypatch.setattr(Path, "replace", replace)
+    else:
+        monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(DataError, match=message):
+        load("mnist", tmp_path)
+    assert files_in(tmp_path) == []
+    assert len(mirror.asked) <= 2  # another mirror would not help

@@ -1,0 +1,303 @@
+"""The agent's loop: transitions, learning, resuming, and its final episodes."""
+
+import math
+import re
+import signal
+import sys
+import threading
+from dataclasses import replace
+from functools import partial
+from io import StringIO
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer")
+from lab.pong_cases import ACTIONS, ECHO, SMALL, TINY, Echo, Watch, play, saved_and_loaded, shown_in
+from PIL import Image
+from rich.console import Console
+
+from nero_lab import baselines, cli
+from nero_lab.data import DataError, arcade, load
+from nero_lab.data.arcade import Game, GameSession
+from nero_lab.loops import agent, ppo
+from nero_lab.loops.agent import Agent
+from nero_lab.loops.cuda_graph import CapturedStep
+from nero_lab.loops.ppo import PPO
+from nero_lab.models.actor_critic import ActorCritic
+from nero_lab.progress import Display
+from nero_lab.store import Store
+from nero_lab.sweep import train
+from nero_lab.tasks import TASKS
+
+
+def same(one, other):
+    return one.curve == other.curve and all(
+        torch.equal(value, other.model.state_dict()[name]) for name, value in one.model.state_dict().items()
+    )
+
+
+def test_outcomes_align_with_their_actions():
+    training = play(TINY, TINY.settings("nero"), ECHO, until=SMALL.steps + 1)
+    shown = shown_in(training._round["frames"])
+    rewards, ends = training._round["outcomes"][1:].unbind(1)
+    assert torch.equal(rewards, (training._round["actions"] == shown).float())
+    games = GameSession(Echo(SMALL.games), SMALL.games, seed=0)
+    for step in range(SMALL.steps):
+        assert torch.equal(shown_in(games.frames), shown[step])
+        games.send(training._round["actions"][step])
+        assert torch.equal(games.receive()[1], ends[step] == 1)
+    assert ends.sum() >= 2
+    with torch.no_grad():
+        estimates = ppo.advantages(SMALL, rewards, ends, training._round["values"])
+    torch.testing.assert_close(training._round["advantages"], ppo.normalise(estimates))
+    torch.testing.assert_close(training._round["returns"], estimates + training._round["values"][:-1])
+
+
+def test_minibatches_hold_every_step_once_per_pass():
+    training = play(TINY, TINY.settings("nero"), ECHO, until=1)
+    for order in training._order.view(SMALL.passes, -1):
+        assert sorted(order.tolist()) == list(range(SMALL.round_steps))
+    assert not torch.equal(training._order[0], training._order[SMALL.minibatches])
+
+
+def test_advantages_are_normalised_per_round():
+    training = play(TINY, TINY.settings("nero"), ECHO, until=SMALL.steps + 1)
+    values = training._round["advantages"]
+    assert values.mean().item() == pytest.approx(0, abs=1e-6)
+    assert values.std().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_schedule_falls_linearly_to_zero():
+    task = TASKS["pong"]
+    rates = [task.schedule(step * 144, 80 * 144) for step in range(task.epochs * 80)]
+    assert rates[0] == 1
+    assert rates[-1] == pytest.approx(1 / len(rates))
+    assert np.diff(rates) == pytest.approx(-1 / len(rates))
+    training = play(TINY, TINY.settings("adam", lr=0.5), ECHO, until=19)
+    assert training.lr.item() == pytest.approx(0.5 * (1 - 1 / task.epochs))  # in the second round and epoch
+
+
+@pytest.mark.parametrize("contender", TINY.contenders)
+def test_every_contender_learns(contender, tmp_path):
+    settings = TINY.settings(contender, epochs=1)
+    training = TINY.loop(TINY, settings, ECHO, None)
+    before = {name: value.clone() for name, value in training.model.state_dict().items()}
+    while not training.finished:
+        training.advance()
+    assert any(not torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
+    record = Store(tmp_path).finish(training)
+    assert set(record["curve"]) == {"reward", "episode_length", "policy_loss", "value_loss", "entropy"}
+    assert record["environment_steps"] == SMALL.rounds * SMALL.round_steps
+    assert 3 <= record["curve"]["episode_length"][0] <= 8
+    assert 0 < record["curve"]["entropy"][0] <= math.log(ACTIONS)
+
+
+def test_gradient_norm_is_clipped(monkeypatch):
+    task = replace(TINY, loop=partial(Agent, ppo=replace(SMALL, max_grad_norm=1e-3, value=1e3)))
+    training = task.loop(task, task.settings("sgd", lr=1.0), ECHO, None)
+    norms = []
+    step = training.optimiser.step
+
+    def record_norm():
+        gradients = [parameter.grad.flatten() for parameter in training.model.parameters()]
+        norms.append(torch.cat(gradients).norm().item())
+        step()
+
+    monkeypatch.setattr(training.optimiser, "step", record_norm)
+    for _ in range(SMALL.steps + 2):
+        training.advance()
+    assert norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+@pytest.mark.parametrize("contender", ["nero", "adam"])
+def test_resumed_agent_equals_undisturbed(contender, monkeypatch):
+    """Cuts while playing, before the first update, between two, and between rounds."""
+    monkeypatch.setattr(arcade, "EPISODES_PER_SEED", 2)
+    settings = TINY.settings(contender, epochs=2)
+    whole = play(TINY, settings, ECHO)
+    for cut in (1, 7, 12, 13, 18, 25):
+        state = saved_and_loaded(play(TINY, settings, ECHO, until=cut).state())
+        resumed = play(TINY, settings, ECHO, state)
+        assert same(resumed, whole), cut
+        assert resumed.resumed == 1
+        assert resumed.session.state()["episodes"] == whole.session.state()["episodes"]
+        assert list(resumed.session.recent) == list(whole.session.recent)
+
+
+def test_reading_the_state_does_not_disturb():
+    settings = TINY.settings("nero", epochs=1)
+    whole, seen = play(TINY, settings, ECHO), TINY.loop(TINY, settings, ECHO, None)
+    while not seen.finished:
+        seen.advance()
+        seen.state()
+        seen.running_metrics()
+    assert same(seen, whole)
+
+
+def test_interrupted_side_by_side_agents_end_as_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent, "GREEDY_EPISODES", 1)
+    runs = [TINY.settings("nero", seed=seed, epochs=1) for seed in (0, 1)]
+    alone = train(TINY, runs, ECHO, Store(tmp_path / "alone"), Watch())
+    watch, store = Watch(), Store(tmp_path / "beside")
+    watch.stepped = lambda training: training.steps_done == 9 and signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, runs, ECHO, store, watch, side_by_side=2)
+    beside = train(TINY, runs, ECHO, store, Watch(), side_by_side=2)
+    for one, other in zip(alone, beside, strict=True):
+        for name, values in one["curve"].items():
+            assert other["curve"][name] == pytest.approx(values, rel=1e-4), name
+        assert one["shown_return"] == other["shown_return"]
+        assert other["resumed"] == 1
+
+
+def test_speed_is_empty_when_resumed_among_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr("nero_lab.progress.LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("nero_lab.progress.REFRESH_EVERY_S", 0.0)
+    settings, output = TINY.settings("nero", epochs=1), StringIO()
+    training = TINY.loop(TINY, settings, ECHO, None)
+    while training.game_steps < training.ppo.round_steps:
+        training.advance()
+    training.session.recent.clear()  # as in a long game
+    training = TINY.loop(TINY, settings, ECHO, training.state())
+    with Display(Console(file=output, width=200), tmp_path, training.device) as shown:
+        shown.begun(training)
+        training.advance()
+        shown.stepped(training)
+    line = output.getvalue().splitlines()[-1]
+    assert re.fullmatch(r"nero-lr0.01-seed0-epochs1: epoch 0, \d+%, \d+ s, \d+ s left", line), line
+
+
+class FailingEcho(Echo):
+    """Games that fail, or hang, at a step."""
+
+    fails_at, hangs, step = 15, False, 0
+
+    def recv(self):
+        self.step += 1
+        if self.step == self.fails_at:
+            if self.hangs:
+                threading.Event().wait()
+            raise RuntimeError("the cartridge melted")
+        return super().recv()
+
+
+@pytest.mark.parametrize(("hangs", "message"), [(False, "the cartridge melted"), (True, "has not answered for 0.3 s")])
+def test_failing_game_is_reported_and_run_resumes(hangs, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(arcade, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(FailingEcho, "hangs", hangs)
+    settings, store = TINY.settings("nero", epochs=2), Store(tmp_path)
+    watch = Watch()
+    watch.stepped = lambda training: training.steps_done == 15 and store.save(training)
+    with pytest.raises(DataError, match=f"{message}.*run the same command again"):
+        train(TINY, [settings], Game("pong", FailingEcho), store, watch)
+    (record,) = train(TINY, [settings], ECHO, store, Watch())
+    assert record["resumed"] == 1
+    (whole,) = train(TINY, [settings], ECHO, Store(tmp_path / "whole"), Watch())
+    assert record["curve"] == whole["curve"]
+
+
+def test_replay_that_ends_elsewhere_is_refused():
+    state = play(TINY, TINY.settings("nero"), ECHO, until=5).state()
+    state["arcade"]["frames"] += 1
+    with pytest.raises(DataError, match=r"another version of ale-py.*delete the checkpoint"):
+        TINY.loop(TINY, TINY.settings("nero"), ECHO, state)
+
+
+def test_adam_takes_the_tasks_epsilon():
+    task = TASKS["pong"]
+    options = task.contenders["adam"].options
+    made = baselines.make("adam", torch.nn.Linear(2, 2), 0.1, **options)
+    assert made.param_groups[0]["eps"] == 1e-5
+    assert baselines.make("adam", torch.nn.Linear(2, 2), 0.1).param_groups[0]["eps"] == 1e-8
+    with pytest.raises(ValueError, match="eps must be finite and positive"):
+        baselines.make("adam", torch.nn.Linear(2, 2), 0.1, eps=0.0)
+
+
+def test_final_score_is_greedy(tmp_path):
+    """A policy that barely prefers the right action scores as if it always took it."""
+    training = play(TINY, TINY.settings("sgd", epochs=1), ECHO)
+    training.model.forward = lambda frames: (0.01 * torch.eye(ACTIONS)[shown_in(frames)], None)
+    record = Store(tmp_path).finish(training)
+    assert record["greedy_episodes"] == SMALL.games * agent.GREEDY_EPISODES
+    assert 3 <= record["greedy_return"] <= 8  # the lengths of episodes
+    assert record["shown_return"] < record["shown_length"]
+
+
+def test_final_episodes_are_announced(monkeypatch):
+    training, events = Agent(TINY, TINY.settings("adam"), ECHO, ppo=SMALL), []
+    training.on_activity = events.append
+    monkeypatch.setattr(Game, "score", lambda *_: events.append("score") or [1.0])
+    training.final_results()
+    assert events == ["plays 9 final episodes", "score"]
+
+
+SHORT = replace(
+    TASKS["pong"],
+    model=partial(ActorCritic, width=1 / 16),
+    loop=partial(Agent, ppo=PPO(games=2, steps=10, passes=1, minibatches=2, rounds=2)),
+)
+
+
+def test_command_runs_pong_and_resume_is_equal(tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "pong", SHORT)
+    monkeypatch.setattr(agent, "MAX_EPISODE_STEPS", 20)
+    monkeypatch.setattr(agent, "GREEDY_EPISODES", 1)
+    monkeypatch.setattr("nero_lab.progress.LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("nero_lab.progress.REFRESH_EVERY_S", 0.0)
+    output = StringIO()
+    monkeypatch.setattr(cli, "console", Console(file=output, width=200, markup=False, highlight=False))
+    arguments = f"nero run pong --epochs 2 --device cpu --out {tmp_path / 'whole'}"
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code, end.value.code
+    assert "steps a second" in output.getvalue()
+    settings = SHORT.settings("nero", epochs=2)
+    whole = Store(tmp_path / "whole").record(SHORT, settings)
+    assert whole["environment_steps"] == 80
+    assert whole["steps_per_second"] > 0
+    assert whole["shown_length"] == 20
+    assert (whole["greedy_return"], whole["greedy_episodes"]) == (None, 0)  # no episode ends so soon
+    with Image.open(tmp_path / "whole/pong/nero-lr0.01-seed0-epochs2.gif") as shown:
+        assert shown.size == (160, 210)
+        assert shown.n_frames > 5
+    store, pong = Store(tmp_path / "broken"), load("pong")
+    store.save(play(SHORT, settings, pong, until=17))  # while playing the second round
+    resumed = play(SHORT, settings, pong, store.begin(SHORT, settings, pong.device))
+    monkeypatch.setattr(Agent, "final_results", lambda _: {})  # slow, and covered above
+    assert store.finish(resumed)["curve"] == whole["curve"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", TINY.contenders)
+def test_captured_rounds_match_plain_ones(contender, monkeypatch):
+    flags = partial(torch.backends.cudnn.flags, deterministic=True)
+    monkeypatch.setattr(torch.backends.cudnn, "flags", lambda **asked: flags(**{**asked, "benchmark": False}))
+    settings, data = TINY.settings(contender, epochs=1), ECHO.to("cuda")
+    captured = play(TINY, settings, data)
+    assert all(
+        len(work.graphs) == 1 for work in (captured._choose, captured._record, captured._estimate, captured._learn)
+    )
+    monkeypatch.setattr(CapturedStep, "__call__", lambda self: self.function())
+    plain = play(TINY, settings, data)
+    for name, values in plain.curve.items():
+        assert captured.curve[name] == pytest.approx(values, rel=1e-3, abs=1e-3)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(captured.model.state_dict()[name], value, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", ["nero", "adam"])
+def test_agents_on_a_gpu_resume_and_share_it(contender, tmp_path):
+    data = ECHO.to("cuda")
+    runs = [TINY.settings(contender, seed=seed, epochs=1) for seed in (0, 1)]
+    alone = train(TINY, runs, data, Store(tmp_path / "alone"), Watch())
+    watch, store = Watch(), Store(tmp_path / "beside")
+    watch.stepped = lambda training: training.steps_done == 9 and signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(TINY, runs, data, store, watch, side_by_side=2)
+    beside = train(TINY, runs, data, store, Watch(), side_by_side=2)
+    for one, other in zip(alone, beside, strict=True):
+        assert one["curve"]["value_loss"] == pytest.approx(other["curve"]["value_loss"], rel=1e-2)

@@ -32,7 +32,9 @@ def balance_tensor_(
     if role.kind != "neuron" or not tensor.numel() or not (fix_mean or fix_norm):
         return tensor
     view, axes = role.view(tensor), role.axes
-    if not backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
+    for _ in range(2):  # the first pass centres a nearly constant neuron only to the rounding of its mean
+        if backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
+            continue
         wide = _wide(view)
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
         size = radius if fix_norm else norm(wide, axes)

@@ -32,13 +32,11 @@ def balance_tensor_(
     if role.kind != "neuron" or not tensor.numel() or not (fix_mean or fix_norm):
         return tensor
     view, axes = role.view(tensor), role.axes
-    for _ in range(2):  # the first pass centres a nearly constant neuron only to the rounding of its mean
-        if backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
-            continue
+    if not backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
         wide = _wide(view)
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
         size = radius if fix_norm else norm(wide, axes)
-        projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
+        projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius, refine=True).tensor
         balanced = torch.where(off <= rounding_error(tensor.dtype) * size, wide, projected)
         view.copy_(rounded(balanced, view.dtype, "nearest"))
     return tensor

@@ -79,4 +79,4 @@ def everyone(device: torch.device, compiled: bool) -> tuple[list[Contender], lis
                 found.append(
                     Contender(f"{kind} (pytorch_optimizer)", lambda p, make=make: make(flat(p)), traffic)  # type: ignore[misc]
                 )
-    return found + [ours(backend) for backend in nero.backends.available(device)], notes
+    return found + [ours(backend) for backend in nero.backends.backends_for(device)], notes

@@ -21,7 +21,7 @@ def jobs(bench: Bench) -> list[Job]:
 def _measure(by: str, shapes: Shapes, bench: Bench) -> list[Row]:
     those = [*REFERENCES, ours("auto", "Nero")]
     if (
-        len(nero.backends.available(bench.device)) > 2 and shapes.total <= FOREACH
+        len(nero.backends.backends_for(bench.device)) > 2 and shapes.total <= FOREACH
     ):  # of two backends, foreach is the fastest
         those.append(ours("foreach"))
     return [{"by": by, **row} for row in measure(shapes, those, bench)]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
 from nero.describe import Description, describe
-from nero.optimiser import Nero
 from nero.groups import param_groups
+from nero.optimiser import Nero
 from nero.roles import Role, roles_of
 
 if TYPE_CHECKING:

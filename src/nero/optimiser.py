@@ -83,6 +83,10 @@ class Nero(torch.optim.Optimizer):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
+    _plan: backends.Plan | None
+    _depth: DepthCounter
+    _options: list[tuple[Any, ...]]
+
     def __init__(
         self,
         params: Params,
@@ -257,9 +261,9 @@ class Nero(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         """Forget what was derived from groups and state."""
-        self._plan: backends.Plan | None = getattr(self, "_plan", None)
-        self._depth: DepthCounter = getattr(self, "_depth", None) or DepthCounter(self)
-        self._options: list[tuple[Any, ...]] = []  # makes the next step validate options and plan anew
+        self._plan = getattr(self, "_plan", None)
+        self._depth = getattr(self, "_depth", None) or DepthCounter(self)
+        self._options = []  # makes the next step validate options and plan anew
 
     def _groups(self) -> list[backends.Group]:
         """Return the groups as backends see them, after parameters that were unfrozen have entered."""

@@ -132,12 +132,19 @@ def nudge(
 
 
 def project(
-    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
+    tensor: Tensor,
+    axes: tuple[int, ...],
+    *,
+    fix_mean: bool = True,
+    fix_norm: bool = True,
+    radius: Number = 1.0,
+    refine: bool = False,
 ) -> Projection:
     """Subtract each neuron's mean and set its norm to ``radius`` (Definition 1).
 
     A neuron without a projection (zero, constant or not finite) is returned unchanged. A neuron of two
-    elements keeps its mean: both constraints would leave it only two points.
+    elements keeps its mean: both constraints would leave it only two points. ``refine`` subtracts the mean
+    twice, which is exact for nearly constant neurons too; a turned neuron is not one.
     """
     peak = tensor.detach().abs().amax(axes, keepdim=True)
     possible = (peak > 0) & peak.isfinite()
@@ -148,6 +155,8 @@ def project(
     square = unit.square().sum(axes, keepdim=True)
     if fix_mean:
         unit = unit - unit.mean(axes, keepdim=True)
+        if refine:
+            unit = unit - unit.mean(axes, keepdim=True)
         left = unit.square().sum(axes, keepdim=True)
         # the rounding error of a constant neuron is not a direction
         possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)

@@ -1,4 +1,4 @@
-"""Rule and backends against the oracle, over one table of cases."""
+"""The rule and every backend against the oracle, over one table of cases."""
 
 import functools
 
@@ -18,7 +18,7 @@ by_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 @by_name
 @by_dtype
-def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
+def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
     """The rule itself, called directly, from weights that nobody has balanced."""
     generator = torch.Generator().manual_seed(1)
     role, parameter = case.role, case.tensor(generator, dtype)
@@ -37,7 +37,7 @@ def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
         reference.step(grad)
         if role.kind == "neuron":
             radius = torch.tensor(reference.radii, dtype=dtype).reshape(average.shape)
-            weights, average, sat_out = rule.turn(
+            weights, average, skipped_now = rule.turn(
                 weights,
                 role.view(grad),
                 average,
@@ -52,7 +52,7 @@ def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
                 radius=radius,
             )
         else:
-            weights, average, sat_out = rule.nudge(
+            weights, average, skipped_now = rule.nudge(
                 weights,
                 grad,
                 average,
@@ -63,7 +63,7 @@ def test_rule_agrees_with_the_oracle(case: Case, dtype: torch.dtype):
                 longest=reference.longest,
                 pull=reference.pull,
             )
-        skipped += int(sat_out.sum())
+        skipped += int(skipped_now.sum())
     state = {"grad_norm": average, "step": torch.tensor(7.0), "skipped": torch.tensor(skipped)}
     reference.check(weights.reshape(case.shape), state, TOLERANCE[dtype])
 
@@ -96,7 +96,7 @@ def references(name: str, dtype: torch.dtype) -> list[Oracle]:
 @by_name
 @by_dtype
 @by_device
-def test_backends_agree_with_the_oracle(case: Case, backend: str, dtype: torch.dtype, device: str):
+def test_backend_agrees_with_oracle(case: Case, backend: str, dtype: torch.dtype, device: str):
     """Seven steps, a missing gradient at the second, a frozen layer at the third to fifth."""
     tensors, grads = drawn(case, dtype, device)
     strides = [tensor.stride() for tensor in tensors]
@@ -118,7 +118,7 @@ def test_backends_agree_with_the_oracle(case: Case, backend: str, dtype: torch.d
 @by_name
 @by_device
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_half_precision_rounds_once_a_step(case: Case, backend: str, dtype: torch.dtype, device: str):
+def test_half_precision_rounds_once_per_step(case: Case, backend: str, dtype: torch.dtype, device: str):
     """Each step is the oracle's, rounded; the averages never see the parameter's dtype."""
     generator = torch.Generator().manual_seed(3)
     parameter = torch.nn.Parameter(case.tensor(generator, dtype, device))
@@ -139,7 +139,7 @@ def test_half_precision_rounds_once_a_step(case: Case, backend: str, dtype: torc
         reference.mean_squares = kept
 
 
-def test_backends_agree_on_a_whole_model(backend: str):
+def test_backend_on_a_whole_model_agrees_with_eager(backend: str):
     """Many tensors of many roles in one step, as a network has them."""
     results = []
     dtype = torch.float32 if backend == "triton" else torch.float64

@@ -1,4 +1,4 @@
-"""What only the compiled backend can get wrong: threads, addresses behind torch's back, its absence."""
+"""The numba backend: threads, pieces of work, torch's version counters, and its absence."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from cases import Case, Oracle
 from torch import Tensor, nn
 
 import nero
-from nero import backends
+from nero.backends import plan
 
 
 def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -38,7 +38,7 @@ def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] |
     ],
     ids=["rows", "columns"],
 )
-def test_the_number_of_threads_changes_no_bit(shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None):
+def test_step_is_bitwise_equal_for_any_thread_count(shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None):
     once = trained(1, shapes, axes)
     for threads in (2, 3, 7):
         assert all(torch.equal(one, other) for one, other in zip(once, trained(threads, shapes, axes), strict=True))
@@ -47,8 +47,7 @@ def test_the_number_of_threads_changes_no_bit(shapes: list[tuple[int, ...]], axe
 @pytest.mark.parametrize(
     ("shape", "axes"), [((2, 300_000), (1,)), ((300_000, 2), (0,)), ((3, 7000), (0,)), ((2, 40, 5, 30), (1, 3))]
 )
-def test_sizes_that_are_cut(shape: tuple[int, ...], axes: tuple[int, ...]):
-    """Long fan-in is summed in blocks, and many columns are several pieces."""
+def test_tensor_cut_into_pieces_agrees_with_oracle(shape: tuple[int, ...], axes: tuple[int, ...]):
     case, generator = Case("cut", shape, "neuron", axes), torch.Generator().manual_seed(4)
     parameter = nn.Parameter(case.tensor(generator, torch.float32))
     reference, optimiser = Oracle(case, parameter), nero.Nero([case.group(parameter)], backend="numba")
@@ -59,8 +58,7 @@ def test_sizes_that_are_cut(shape: tuple[int, ...], axes: tuple[int, ...]):
     reference.check(parameter, optimiser.state[parameter], 1e-5)
 
 
-def test_odd_columns_among_ordinary_ones():
-    """Each column's trouble is its own, at the edges too."""
+def test_extreme_columns_do_not_disturb_others():
     results = []
     for backend in ("eager", "numba"):
         torch.manual_seed(0)
@@ -78,7 +76,7 @@ def test_odd_columns_among_ordinary_ones():
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_autograd_sees_that_weights_have_changed():
+def test_numba_step_bumps_the_version_counter():
     layers = nn.Sequential(nn.Linear(3, 4), nn.ConvTranspose2d(4, 4, 3, groups=2))
     optimiser = nero.Nero(layers, backend="numba")
     out = layers[0](torch.randn(2, 3, requires_grad=True)).square().sum()
@@ -91,7 +89,7 @@ def test_autograd_sees_that_weights_have_changed():
         out.backward()
 
 
-def test_a_gradient_whose_sign_is_yet_to_be_turned():
+def test_numba_with_negated_view_as_gradient():
     weights = [nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in range(2)]
     optimiser = nero.Nero(weights, backend="numba")
     grad = torch.randn(3, 4)
@@ -100,26 +98,26 @@ def test_a_gradient_whose_sign_is_yet_to_be_turned():
     assert torch.equal(*weights)
 
 
-def test_without_numba_the_error_says_what_to_do():
+def test_numba_missing_raises_with_the_remedy():
     code = (
         "import sys, torch\nsys.modules['numba'] = None\nimport nero\nlayer = torch.nn.Linear(3, 2)\n"
         "optimiser = nero.Nero(layer, backend='numba')\nlayer(torch.ones(1, 3)).sum().backward()\noptimiser.step()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (
-        "ModuleNotFoundError: backend='numba', asked for weight, needs numba (pip install 'nero-optim[cpu]')"
+        "ModuleNotFoundError: backend='numba', chosen for weight, needs numba (pip install 'nero-optim[cpu]')"
         in done.stderr
     )
     assert "backend='foreach'" in done.stderr
 
 
-@pytest.mark.parametrize(("many", "taken"), [(100, True), (10_000, False)])
-def test_auto_takes_it_for_many_numbers(monkeypatch: pytest.MonkeyPatch, many: int, taken: bool):
+@pytest.mark.parametrize(("least", "is_used"), [(100, True), (10_000, False)])
+def test_auto_uses_numba_from_a_minimum_size(monkeypatch: pytest.MonkeyPatch, least: int, is_used: bool):
     calls = []
-    monkeypatch.setattr(backends, "MANY", many)
-    monkeypatch.setitem(backends.BACKENDS, "numba", lambda jobs, _: calls.append(len(jobs)))
+    monkeypatch.setattr(plan, "MIN_NUMBA_ELEMENTS", least)
+    monkeypatch.setitem(plan.BACKENDS, "numba", lambda jobs, _: calls.append(len(jobs)))
     layer = nn.Linear(20, 20)
     optimiser = nero.Nero(layer.parameters())
     layer(torch.ones(1, 20)).sum().backward()
     optimiser.step()
-    assert calls == ([2] if taken else [])
+    assert calls == ([2] if is_used else [])

@@ -1,4 +1,4 @@
-"""Triton's kernels: every length of neuron, what a sweep must notice, and, on a GPU, that nothing waits for it."""
+"""The Triton backend against the oracle, and the changes that a sweep must notice."""
 
 import gc
 import math
@@ -14,12 +14,22 @@ from conftest import INTERPRETED
 from torch import Tensor, nn
 
 import nero
-from nero import backends
-from nero.backends.triton import sweep as triton
+from nero.backends import available
+from nero.backends.layout import Layout
+from nero.backends.triton.sweep import Sweep
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-#: A fan-in of many pieces, whose sums every piece adds up: interpreted, that takes the square of their number.
+#: A fan-in of many pieces; interpreted, the time grows with the square of their number.
 LONG = 70_000 if INTERPRETED else 300_000
+
+
+def sweeps_of(optimiser: nero.Nero) -> list[Sweep]:
+    return optimiser._plan._triton._sweeps
+
+
+def rest_of(optimiser: nero.Nero) -> list[Tensor]:
+    """Return the parameters that no sweep steps."""
+    return [member.parameter for group in optimiser._plan._triton.rest for member in group.members]
 
 
 def rows(neurons: int, fan_in: int) -> Case:
@@ -42,31 +52,31 @@ def check(cases: list[Case], steps: int = 2, dtype: torch.dtype = torch.float32)
             parameter.grad = case.tensor(generator, dtype, DEVICE)
             reference.step(parameter.grad)
         optimiser.step()
-    assert not any(optimiser._left), "the kernels took them all"
+    assert not rest_of(optimiser), "the kernels step all of them"
     for parameter, reference in zip(parameters, references, strict=True):
         reference.check(parameter, optimiser.state[parameter], TOLERANCE[dtype])
     return optimiser
 
 
 @pytest.mark.parametrize("fan_in", [1, 2, 3, 63, 64, 65, 4608, 30_000, LONG])
-def test_every_fan_in(fan_in: int):
+def test_turn_every_fan_in_agrees_with_oracle(fan_in: int):
     check([rows(3 if fan_in < 10_000 else 1, fan_in)])
 
 
-def test_every_tile_in_one_step():
+def test_sweep_of_every_tile_agrees_with_oracle():
     """Rows of every width and alignment, columns, segments, gains: all in one sweep."""
     widths = [5, 8, 24, 130, 256, 600, 1000, 1024, 1500, 2304, 5000, 9000]
     cases = [rows(3, width) for width in widths] + [columns(300, 70), columns(9, 5)]
     cases += [Case("kernels", (40, 6, 3, 3), axes=(0, 2, 3)), Case("gains", (700,), "gain")]
     optimiser = check(cases)
-    assert len(optimiser._sweeps) == 1
+    assert len(sweeps_of(optimiser)) == 1
 
 
-def test_many_neurons_of_a_tensor():
+def test_turn_many_neurons_agrees_with_oracle():
     check([rows(700, 5), rows(150, 40), columns(40, 150)])
 
 
-def test_many_small_tensors_and_empty_ones():
+def test_step_of_many_small_and_empty_tensors():
     count = 150 if INTERPRETED else 10_000
     parameters = [nn.Parameter(torch.full((10,), 2.0, device=DEVICE)) for _ in range(count)]
     parameters += [nn.Parameter(torch.empty(shape, device=DEVICE)) for shape in ((0,), (0, 4), (4, 0))]
@@ -134,7 +144,7 @@ def reloaded(_: nn.Linear, optimiser: nero.Nero) -> None:
         reloaded,
     ],
 )
-def test_what_moves_in_memory_is_followed(change):
+def test_sweep_follows_tensors_that_move_in_memory(change):
     for found, wanted in zip(another_way(change), another_way(lambda *_: None), strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
     layer, optimiser = layer_and_optimiser()
@@ -144,7 +154,7 @@ def test_what_moves_in_memory_is_followed(change):
     assert not torch.equal(optimiser.state[layer.weight]["grad_norm"], before), "the state of now, not of then"
 
 
-def test_a_frozen_layer_with_an_old_gradient_stays():
+def test_frozen_layer_with_stale_gradient_is_unchanged():
     layer, optimiser = layer_and_optimiser()
     layer.weight.requires_grad_(False)
     before = layer.weight.detach().clone()
@@ -158,7 +168,7 @@ def test_a_frozen_layer_with_an_old_gradient_stays():
     assert optimiser.state[layer.weight]["step"] == 2
 
 
-def test_gradients_in_any_layout_and_place():
+def test_gradient_in_any_layout_gives_the_same_step():
     """As views of a bucket, whose addresses are odd; transposed in memory; expanded from one number."""
     results = []
     for kind in ("plain", "bucket", "transposed"):
@@ -178,7 +188,7 @@ def test_gradients_in_any_layout_and_place():
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
 
 
-def test_a_stride_along_an_axis_of_one_means_nothing():
+def test_stride_of_axis_of_one_is_ignored():
     """As the gradients of 1x1 convolutions have it: no copy is made, and the quick look serves again."""
     weight = nn.Parameter(torch.randn(6, 8, 1, 1, device=DEVICE))
     optimiser = nero.Nero([weight], backend="triton")
@@ -186,12 +196,12 @@ def test_a_stride_along_an_axis_of_one_means_nothing():
     for _ in range(2):
         weight.grad = grad
         optimiser.step()
-    (sweep,) = optimiser._sweeps
-    assert sweep._found == [grad.data_ptr()]
-    assert sweep._watch_grads is not None
+    (sweep,) = sweeps_of(optimiser)
+    assert sweep._uploaded[0] == [grad.data_ptr()]
+    assert sweep._grads_unchanged is not None
 
 
-def test_gradients_are_not_kept():
+def test_gradients_are_not_kept_alive():
     layer, optimiser = layer_and_optimiser()
     watched = [weakref.ref(parameter.grad) for parameter in layer.parameters()]
     optimiser.zero_grad(set_to_none=True)
@@ -199,7 +209,7 @@ def test_gradients_are_not_kept():
     assert [each() for each in watched] == [None, None]
 
 
-def test_groups_with_rates_of_their_own_share_a_sweep():
+def test_groups_with_own_rates_share_a_sweep():
     parameters = [nn.Parameter(torch.ones(3, device=DEVICE)) for _ in range(4)]
     tensors = [torch.tensor(0.25, device=DEVICE, dtype=dtype) for dtype in (torch.float32, torch.float64)]
     rates = [0.5, 0.125, *tensors]
@@ -218,10 +228,10 @@ def test_groups_with_rates_of_their_own_share_a_sweep():
         for parameter, change in zip(parameters, moved, strict=True):
             wanted = 1 - change * (1 if factor == 1 else 3)
             torch.testing.assert_close(parameter.detach(), torch.full((3,), wanted, device=DEVICE))
-    assert len(optimiser._sweeps) == 1
+    assert len(sweeps_of(optimiser)) == 1
 
 
-def test_what_the_kernels_do_not_do_is_an_error_by_name_and_no_word_by_auto():
+def test_unsupported_tensor_raises_only_if_chosen_by_name():
     double = nn.Linear(3, 2).double().to(DEVICE)
     with pytest.raises(ValueError, match=r"weight is torch.float64.*backend='foreach'"):
         nero.Nero(double, backend="triton")
@@ -239,7 +249,7 @@ def test_what_the_kernels_do_not_do_is_an_error_by_name_and_no_word_by_auto():
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_what_the_kernels_do_not_do_is_told_before_what_enters_beside_it_is_balanced(sparse: bool):
+def test_unsupported_tensor_raises_before_any_changes(sparse: bool):
     late, odd = (
         nn.Parameter(torch.randn(3, 4, dtype=dtype, device=DEVICE), requires_grad=False)
         for dtype in (torch.float32, torch.float32 if sparse else torch.float64)
@@ -256,9 +266,9 @@ def test_what_the_kernels_do_not_do_is_told_before_what_enters_beside_it_is_bala
     assert not optimiser.state
 
 
-def test_without_triton(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(backends, "has", lambda _: False)
-    monkeypatch.setattr("nero.options.has", lambda _: False)
+def test_triton_missing_raises_only_if_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(available, "is_installed", lambda _: False)
+    available.triton_works.cache_clear()
     layer = nn.Linear(3, 2).to(DEVICE)
     with pytest.raises(ModuleNotFoundError, match=r"weight, needs triton \(pip install triton\).*backend='foreach'"):
         nero.Nero(layer, backend="triton")
@@ -266,17 +276,17 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch):
     for parameter in layer.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimiser.step()
-    assert not optimiser._sweeps
+    assert not sweeps_of(optimiser)
 
 
-def test_on_the_cpu_without_the_interpreter():
+def test_cpu_tensor_without_interpreter_raises():
     code = "import torch, nero\nnero.Nero(torch.nn.Linear(3, 2), backend='triton')"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert "weight is on cpu, and the kernels run on CUDA devices; use backend='foreach'" in done.stderr
 
 
-def test_a_form_of_three_strides_goes_to_another_backend():
+def test_layout_of_three_strides_uses_another_backend():
     """Neurons whose entries no two strides describe are stepped all the same."""
     whole = torch.zeros(4, 6, 5, 7, device=DEVICE)
     weight = nn.Parameter(whole[:, ::2, ::2, ::2])
@@ -285,136 +295,11 @@ def test_a_form_of_three_strides_goes_to_another_backend():
     optimiser = nero.Nero([weight], backend="triton")
     weight.grad = torch.randn(weight.shape).to(DEVICE)
     optimiser.step()
-    assert optimiser._left == [[weight]]
+    assert rest_of(optimiser) == [weight]
     assert nero.is_balanced(nn.ParameterList([weight]))
 
 
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_a_step_waits_for_nothing(rounding: str):
-    """Also the first one, and when gradients move."""
-    model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 4)).cuda().to(torch.bfloat16)
-    optimiser = nero.Nero(model, rounding=rounding)
-    inputs = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)
-    for _ in range(3):
-        optimiser.zero_grad(set_to_none=True)
-        model(inputs).square().sum().backward()
-        try:
-            torch.cuda.set_sync_debug_mode("error")
-            optimiser.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert {state["step"].item() for state in optimiser.state.values()} == {3.0}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 10)).cuda()
-
-
-def by_hand(rates: list[float]) -> list[Tensor]:
-    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
-    optimiser = nero.Nero(model, backend="eager")
-    for lr in rates:
-        for group in optimiser.param_groups:
-            group["lr"] = lr
-        optimiser.zero_grad()
-        model(inputs).square().mean().backward()
-        optimiser.step()
-    return [each.detach() for each in model.parameters()]
-
-
-@pytest.mark.gpu
-def test_a_graph_replays_steps_while_a_scheduler_changes_the_rate():
-    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
-    optimiser = nero.Nero(model, lr=torch.tensor(0.01, device="cuda"))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimiser, 0.5)
-
-    def train() -> None:
-        optimiser.zero_grad(set_to_none=True)
-        model(inputs).square().mean().backward()
-        optimiser.step()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            train()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        train()
-    for _ in range(4):
-        graph.replay()
-        schedule.step()
-    wanted = by_hand([0.01] * 4 + [0.005, 0.0025, 0.00125])
-    for found, each in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(found.detach(), each, rtol=1e-4, atol=1e-5)
-    assert {state["step"].item() for state in optimiser.state.values()} == {7.0}
-    # and steps outside of the graph go on from there, as does the graph
-    train()
-    graph.replay()
-    assert {state["step"].item() for state in optimiser.state.values()} == {9.0}
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_capture_without_a_step_before_it_is_an_error():
-    model = network()
-    optimiser = nero.Nero(model)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(RuntimeError, match="take a step"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        optimiser.step()
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore")  # the compiler has advice to give
-def test_a_compiled_training_step():
-    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
-    optimiser = nero.Nero(model, lr=torch.tensor(0.01, device="cuda"))
-
-    @torch.compile
-    def train() -> None:
-        model(inputs).square().mean().backward()
-        optimiser.step()
-
-    for lr in (0.01, 0.02, 0.005):
-        optimiser.zero_grad()
-        for group in optimiser.param_groups:
-            group["lr"].fill_(lr)
-        train()
-    for found, each in zip(model.parameters(), by_hand([0.01, 0.02, 0.005]), strict=True):
-        torch.testing.assert_close(found.detach(), each, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.gpu
-def test_auto_does_without_kernels_that_do_not_compile(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nero.backends.triton.kernels.count", None)
-    triton.works.cache_clear()
-    layer = nn.Linear(9, 4).cuda()
-    optimiser = nero.Nero(layer)
-    layer(torch.ones(2, 9, device="cuda")).sum().backward()
-    optimiser.step()
-    assert not optimiser._sweeps
-    triton.works.cache_clear()
-
-
-@pytest.mark.gpu
-def test_parameters_on_several_devices():
-    parts = [nn.Linear(9, 4), nn.Linear(9, 4).cuda()]
-    parts[1].load_state_dict(parts[0].state_dict())
-    optimiser = nero.Nero([each for part in parts for each in part.parameters()])
-    for part in parts:
-        part(torch.ones(2, 9, device=part.weight.device).cumsum(1)).square().sum().backward()
-    optimiser.step()
-    assert [sweep.device.type for sweep in optimiser._sweeps] == ["cuda"]
-    for one, other in zip(*(part.parameters() for part in parts), strict=True):
-        torch.testing.assert_close(one.detach(), other.detach().cpu(), rtol=0, atol=1e-6)
-
-
-def test_a_gradient_too_long_for_float32_sits_out():
+def test_gradient_norm_overflow_is_skipped():
     """Its norm overflows, though no entry does; the neurons beside it move."""
     weight = nn.Parameter(torch.randn(3, 40, device=DEVICE))
     optimiser = nero.Nero([weight], backend="triton")
@@ -428,11 +313,11 @@ def test_a_gradient_too_long_for_float32_sits_out():
     assert math.isclose(float(weight[2].detach().norm()), 1, rel_tol=1e-6)
 
 
-def test_addresses_of_the_kernels_fields():
+def test_layout_fields_match_the_kernels_record():
     """The host writes a record in the order in which the kernels read it."""
     from nero.backends.triton import kernels
 
-    order = [*triton.Form._fields]
+    order = [*Layout._fields]
     names = ["NEURONS", "FAN_IN", "INNER", "INNER_STRIDE", "OUTER_STRIDE", "RUN", "STRIDE", "LEAP"]
     assert [name.lower() for name in names] == order
     first = kernels.NEURONS.value
@@ -440,7 +325,7 @@ def test_addresses_of_the_kernels_fields():
 
 
 @pytest.mark.parametrize("key", ["step", "scale", "skipped"])
-def test_any_replaced_state_is_followed(key: str):
+def test_sweep_follows_replaced_state(key: str):
     layer, optimiser = layer_and_optimiser()
     old = optimiser.state[layer.bias][key]
     kept = old.clone()
@@ -450,7 +335,7 @@ def test_any_replaced_state_is_followed(key: str):
     assert optimiser.state[layer.bias]["step"] == (1 if key == "step" else 2)
 
 
-def test_state_moved_behind_its_back_is_followed():
+def test_sweep_follows_state_data_swapped():
     layer, optimiser = layer_and_optimiser()
     for state in optimiser.state.values():
         for value in state.values():
@@ -459,7 +344,7 @@ def test_state_moved_behind_its_back_is_followed():
     assert {state["step"].item() for state in optimiser.state.values()} == {2.0}
 
 
-def test_a_parameter_with_gaps_and_its_dense_gradient():
+def test_strided_parameter_keeps_its_gaps():
     weights = []
     for backend in ("eager", "triton"):
         torch.manual_seed(0)
@@ -476,7 +361,7 @@ def test_a_parameter_with_gaps_and_its_dense_gradient():
     torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
 
 
-def test_a_parameter_cut_down_is_not_taken_for_what_it_was():
+def test_parameter_resized_raises():
     weight = nn.Parameter(torch.randn(8, 5, device=DEVICE))
     optimiser = nero.Nero([weight], backend="triton")
     weight.grad = torch.randn(8, 5, device=DEVICE)
@@ -488,7 +373,7 @@ def test_a_parameter_cut_down_is_not_taken_for_what_it_was():
         optimiser.step()
 
 
-def test_the_kernels_count_as_a_change_to_autograd():
+def test_step_bumps_the_version_counter():
     layer, optimiser = layer_and_optimiser()
     loss = layer(torch.ones(2, 24, device=DEVICE, requires_grad=True)).square().sum()
     loss.backward(retain_graph=True)
@@ -497,7 +382,7 @@ def test_the_kernels_count_as_a_change_to_autograd():
         loss.backward()
 
 
-def test_a_negated_view_as_gradient():
+def test_negated_view_as_gradient():
     weights = []
     for negate in (lambda grad: -grad, torch._neg_view):
         weight = nn.Parameter(torch.ones(3, 8, device=DEVICE).cumsum(1))
@@ -511,7 +396,7 @@ def test_a_negated_view_as_gradient():
 def test_steps_in_and_out_of_inference_mode():
     layer, optimiser = layer_and_optimiser()
     with torch.inference_mode():
-        optimiser._forget()
+        optimiser._reset()
         optimiser.step()
     step(layer, optimiser, 1)
     assert optimiser.state[layer.weight]["step"] == 3

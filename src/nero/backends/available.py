@@ -15,7 +15,7 @@ _INSTALL = {"numba": "pip install 'nero-optim[cpu]'", "triton": "pip install tri
 _INSTEAD = "use backend='foreach', or 'auto' for the fastest that works here"
 
 
-def available(device: torch.device) -> list[str]:
+def backends_for(device: torch.device) -> list[str]:
     """List the backends that can step parameters on a device, the fastest last."""
     compiled = {"cpu": "numba", "cuda": "triton"}.get(device.type, "")
     return ["eager", "foreach", *([compiled] if compiled and is_installed(compiled) else [])]
@@ -31,7 +31,7 @@ def is_installed(library: str) -> bool:
 def numba_works() -> bool:
     """Return whether numba is installed, matches the installed numpy, and finds a cache folder."""
     try:
-        import nero.backends.numba.step  # noqa: F401
+        import nero.backends.numba.loops  # noqa: F401
     except Exception:
         return False
     return True
@@ -43,7 +43,7 @@ def triton_works(device: torch.device) -> bool:
     if device.type != "cuda" or not is_installed("triton"):
         return False
     try:
-        from nero.backends.triton.project import launch
+        from nero.backends.triton.project_kernel import launch
 
         with torch.cuda.device(device):
             launch(torch.zeros(1, 16, device=device), 1, 16, 16)

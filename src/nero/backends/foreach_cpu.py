@@ -27,6 +27,8 @@ MAX_SMALL_ELEMENTS = 1 << 16
 ORDINARY = (1e-15, 1e15)
 #: Above this fan-in, the fast sums lose too much precision in float32.
 MAX_FAN_IN = 1 << 15
+#: Rows that one matrix product sums along columns; longer products lose precision in float32.
+SUM_ROWS = 1024
 #: Wider turns are left to the rule.
 MAX_ANGLE_RAD = 0.5
 
@@ -321,4 +323,9 @@ def _norm(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
 def _sum(matrix: Tensor, axis: int) -> Tensor:
     if axis == 1:
         return matrix.sum(1, keepdim=True)
-    return torch.mm(torch.ones(1, matrix.shape[0], dtype=matrix.dtype, device=matrix.device), matrix)
+    ones = matrix.new_ones(1, min(matrix.shape[0], SUM_ROWS))
+    if matrix.shape[0] <= SUM_ROWS:
+        return torch.mm(ones, matrix)
+    blocks, rest = matrix.shape[0] // SUM_ROWS, matrix.shape[0] % SUM_ROWS
+    total = torch.matmul(ones, matrix[: blocks * SUM_ROWS].view(blocks, SUM_ROWS, -1)).sum(0)
+    return total + torch.mm(ones[:, :rest], matrix[blocks * SUM_ROWS :]) if rest else total

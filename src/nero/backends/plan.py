@@ -65,11 +65,12 @@ class Plan:
         self._counts = list(map(len, map(_PARAMS, param_groups)))
         self._parameters: list[Tensor] = list(chain.from_iterable(map(_PARAMS, param_groups)))
         self._states = list(state.values())
+        self._entered = [member.state for group in groups for member in group.members]
         entered = {id(member.parameter) for group in groups for member in group.members}
         self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
         self._groups = groups
         self._is_retired = False
-        self._triton = Planner(groups, None if before is None else before._triton)
+        self._triton: Planner = Planner(groups, None if before is None else before._triton)
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Return whether the optimiser still holds the same parameters and state, and none waits to enter."""
@@ -79,6 +80,7 @@ class Plan:
             and len(state) == len(self._states)
             and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))
             and all(map(is_, state.values(), self._states))
+            and all(self._entered)  # empty if someone cleared it
             and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._idle)
         )
 

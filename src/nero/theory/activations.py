@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from nero.preserve import copied, keeping
-from nero.theory.layers import layers_of
 from nero.text_table import text_table
+from nero.theory.layers import layers_of
 
 _CHANNELS_FIRST: dict[type[nn.Module], int] = {
     nn.Conv1d: 1,

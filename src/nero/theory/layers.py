@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nero.parameters import check_memory
-from nero.rule import norm
 from nero.roles import KINDS, Kind, Role, roles_of
+from nero.rule import norm
 
 #: A change of weights, ΔW, by the parameters' names; what it does not name stays.
 Perturbation: TypeAlias = Mapping[str, Tensor]

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from nero.balance import checked_tolerance
-from nero.rule import norm, statistics_dtype
 from nero.roles import KINDS, Kind
+from nero.rule import norm, statistics_dtype
 from nero.scalars import as_float
-from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
 from nero.text_table import text_table
+from nero.theory.layers import Layer, Perturbation, check_perturbation, layers_of, length, ratio
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from nero.preserve import keeping, put
 from nero.roles import KINDS, Kind
 from nero.scalars import as_int
-from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 from nero.text_table import text_table
+from nero.theory.layers import NEURONS, Layer, Perturbation, check_mode, check_perturbation, layers_of, length, ratio
 
 #: A loss as a function of the model, such as ``lambda model: cross_entropy(model(inputs), labels)``.
 Loss: TypeAlias = Callable[[nn.Module], Tensor]

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nero.options import FixNorm
-from nero.rule import statistics_dtype
 from nero.groups import Part
+from nero.options import FixNorm
 from nero.roles import Role
-from nero.rule import bias_correction
+from nero.rule import bias_correction, statistics_dtype
 
 #: The share of a layer's neurons below each number of a spread.
 QUANTILES = (0.1, 0.5, 0.9)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.rule import statistics_dtype
 from nero.optimiser import Nero
+from nero.rule import statistics_dtype
 from nero.scalars import as_int
 from nero.watching.measure import Followed, Kept, bundles, follow, measure
 from nero.watching.reading import Layer, Lines, Reading, Spread, Writer

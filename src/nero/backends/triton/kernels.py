@@ -1,13 +1,13 @@
-"""Triton kernels: the rule in five sums over a neuron's entries.
+"""Triton kernels of the step: the rule in five sums over a neuron's elements.
 
-For weights w and gradient g the sums are Σw, Σg, Σw², Σg² and Σwg. The mean and the norm of what the
-step leaves, w - f g, follow from them, so a neuron that fits on the chip is read once and written
-once. Its sums are float32 where that will do. Where numbers are extreme or cancel, they are taken
-again in float64, which holds the square of any float32; so they are for neurons that are split.
+For weights w and gradient g the sums are Σw, Σg, Σw², Σg² and Σwg. The mean and the norm of w - f g follow
+from them, so a neuron that fits on the chip is read once and written once. Its sums are float32. Where
+values are extreme or cancel, and for neurons that are split, the sums are float64, which holds the square
+of any float32.
 
-A *record* is a row of int64s about one tensor: where it and its state are, its shape, its constants
-(floats by their bits). ``changing`` begins with the addresses of the gradients, 0 where there is
-none. A *tile* is what one program works on; ``owners`` says whose it is.
+A *record* is a row of int64s about one tensor: addresses, layout and constants (floats by their bits).
+``changing`` begins with the addresses of the gradients, 0 for none. A *tile* is the work of one program;
+``owners`` maps programs to records.
 """
 
 import triton
@@ -15,42 +15,42 @@ import triton.language as tl
 
 from nero.rule import SCALE_AT_ORIGIN
 
-# the fields of a record
+# the fields of a record, in the order of tables._record
 WEIGHT = tl.constexpr(0)
 AVERAGE = tl.constexpr(1)
 STEP = tl.constexpr(2)
 SKIPPED = tl.constexpr(3)
-SCALE = tl.constexpr(4)  # of gains and biases; 0 if the group's number counts
-RADIUS = tl.constexpr(5)  # 0 for one
+SCALE = tl.constexpr(4)  # of gains and biases; 0 for none
+RADIUS = tl.constexpr(5)  # 0 if the radius is one
 NEURONS = tl.constexpr(6)
 FAN_IN = tl.constexpr(7)
 INNER = tl.constexpr(8)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
 INNER_STRIDE = tl.constexpr(9)
 OUTER_STRIDE = tl.constexpr(10)
-RUN = tl.constexpr(11)  # its entry k comes (k // RUN) * LEAP + (k % RUN) * STRIDE later
+RUN = tl.constexpr(11)  # its element k lies (k // RUN) * LEAP + (k % RUN) * STRIDE further
 STRIDE = tl.constexpr(12)
 LEAP = tl.constexpr(13)
 BETA = tl.constexpr(14)
-ONE_MINUS_BETA = tl.constexpr(15)  # 1 - β, which float32 would not tell from 0 if it were taken from β
+ONE_MINUS_BETA = tl.constexpr(15)  # given, since float32 cannot compute it from β
 LOG_BETA = tl.constexpr(16)
-LEAST_DIVISOR = tl.constexpr(17)  # of what a gradient is divided by, as a share of its norm; 0 for none
-GIVEN_SCALE = tl.constexpr(18)  # 0 for the tensor's own
+LEAST_DIVISOR = tl.constexpr(17)  # 1 / longest_step, as a share of the gradient's norm; 0 for none
+GIVEN_SCALE = tl.constexpr(18)  # the group's scale; 0 for the tensor's own
 PULL = tl.constexpr(19)
 GROUP = tl.constexpr(20)
-SHAPE = tl.constexpr(21)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + whether aligned
-FIRST_TILE = tl.constexpr(22)  # tile
-SUMS = tl.constexpr(23)  # where its neurons' sums begin, if they are split
+SHAPE = tl.constexpr(21)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + is_aligned
+FIRST_TILE = tl.constexpr(22)
+SUMS = tl.constexpr(23)  # the index of the first sum of split neurons
 FIELDS = tl.constexpr(24)
 
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
-#: (16 eps)², as in nero.balance.project: what rounding leaves of a neuron is no direction
+#: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
 NO_DIRECTION = tl.constexpr((16 * 2.0**-23) ** 2)
-#: What rounding leaves of a square in float64.
+#: The rounding error of a square in float64.
 ROUNDING_LEFT = tl.constexpr(1e-14)
 ORIGIN_SCALE = tl.constexpr(SCALE_AT_ORIGIN)
-#: Gains and biases fill only this part of a tile, since each has numbers of its own to hold.
+#: Gains and biases fill only 1/8 of a tile, since each needs registers of its own.
 GAIN_SHARE = tl.constexpr(8)
-#: Narrower neurons fill half of one.
+#: Narrower neurons fill half of a tile.
 MIN_FULL_WIDTH = tl.constexpr(256)
 
 
@@ -66,7 +66,7 @@ def _pointer(record, field: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _offset(i, size, inner_stride, outer_stride):
-    """Where the i-th of a row of rows is; divided as int32, which takes a fraction of the time of int64."""
+    """Return the offset of item i in rows of rows; int32 division is several times faster than int64."""
     size = size.to(tl.int32)
     return (i // size).to(tl.int64) * outer_stride + (i % size).to(tl.int64) * inner_stride
 
@@ -79,17 +79,17 @@ def _neuron_offset(record, i):
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
-    """X in the dtype of the weights, rounded to nearest or as in nero.rounding."""
+    """Round to the dtype of the weights, as nero.rounding does."""
     x = x.to(tl.float32)
     if dtype != tl.float32:
         largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
         x = tl.where(tl.abs(x) <= MAX_FLOAT32, tl.minimum(tl.maximum(x, -largest), largest), x)
     bits = x.to(tl.int32, bitcast=True)
-    if dtype == tl.bfloat16:  # by hand to nearest too, where Triton's interpreter would round down
+    if dtype == tl.bfloat16:  # also to nearest by hand, since Triton's interpreter rounds down
         carry = (tl.randint(noise, at) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
         x = ((bits + carry) & -0x10000).to(tl.float32, bitcast=True)
     elif STOCHASTIC:
-        exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is that of 2**-24
+        exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is the exponent of 2**-24
         quantum = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         chance = (tl.randint(noise, at) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
@@ -100,10 +100,7 @@ def _rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
-    """Count the step of every tensor that has a gradient, and work out η σ sqrt(1 - β^t) for it.
-
-    That is what is divided by ḡ; or by the norm of g times the least share, which is corrected alike.
-    """
+    """Count the step of every tensor that has a gradient, and compute its η σ sqrt(1 - β^t) and least divisor."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tensors
     inside &= tl.load(changing + i, inside, 0) != 0
@@ -116,7 +113,7 @@ def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
     own = tl.load(record + SCALE, inside, 0)
     own_scale = tl.load(own.to(tl.pointer_type(tl.float32)), inside & (own != 0), 1).to(tl.float64)
     scale = tl.where(scale > 0, scale, own_scale)
-    # the learning rate: a number, or a factor of one that lies in memory as a float32 or a float64
+    # the learning rate: a factor, times a float32 or float64 in memory if there is one
     rate = changing + tensors + 3 * tl.load(record + GROUP, inside, 0)
     single = tl.load(rate, inside, 0)
     double = tl.load(rate + 1, inside, 0)
@@ -135,10 +132,10 @@ def _solve(
     w, g, ww, gg, wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN: tl.constexpr,
     FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The rule on a neuron's five sums, in their dtype.
+    """Apply the rule to a neuron's five sums, in their dtype.
 
-    Gives the new average; f, the mean and the stretch that make the new entries, (w - f g - mean) * stretch; whether
-    the neuron moves; whether its gradient is finite; and whether float32 would do for all this.
+    Returns ḡ; f, mean and stretch, which give the new elements (w - f g - mean) * stretch; whether the neuron moves;
+    whether its gradient is finite; and whether float32 is precise enough.
     """
     dtype: tl.constexpr = gg.dtype
     beta, one_minus_beta, rate, least, old_average = (
@@ -155,7 +152,7 @@ def _solve(
     size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), ORIGIN_SCALE)
     divisor = tl.maximum(average.to(dtype), least * tl.sqrt(gg))
     f = tl.where(moving, rate * size / tl.where(moving, divisor, 1.0), 0.0)
-    moving &= f != 0  # as it is with lr=0
+    moving &= f != 0  # zero if lr is
     # w - f g, and then without its mean
     terms = ww + f * f * gg
     square = terms - 2 * f * wg
@@ -182,10 +179,10 @@ def _turn_tile(
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Turn as many whole neurons as fit on the chip: in float32 if that will do, or else in float64."""
+    """Turn the whole neurons of a tile, in float32 where that is precise enough, else in float64."""
     ROWS: tl.constexpr = TILE // WIDTH if WIDTH >= MIN_FULL_WIDTH else TILE // 2 // WIDTH
     SLICE: tl.constexpr = max(1, WIDTH // 8)
-    weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))  # inside, for the hint below to hold
+    weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))  # loaded here, so that the alignment hint below applies
     grad = grad.to(tl.pointer_type(G))
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
     neurons = tl.load(record + NEURONS).to(tl.int32)
@@ -202,10 +199,10 @@ def _turn_tile(
     inside = i < neurons
     starts = (i // inner) * outer_stride + (i % inner) * inner_stride
     k = tl.arange(0, WIDTH)
-    entries = inside[:, None] & (k < fan_in)[None, :]
+    elements = inside[:, None] & (k < fan_in)[None, :]
     at = starts[:, None] + k[None, :]
-    g = tl.load(grad + at, entries, 0).to(tl.float32)
-    w = tl.load(weight + at, entries, 0).to(tl.float32)
+    g = tl.load(grad + at, elements, 0).to(tl.float32)
+    w = tl.load(weight + at, elements, 0).to(tl.float32)
     averages = _pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0)
     beta = _float(record, BETA)
@@ -216,18 +213,18 @@ def _turn_tile(
 
     square = tl.sum(g * g, 1)
     average, f, mean, stretch, moving, _, ordinary = _solve(
-        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), old_average, fan_in, beta, one_minus_beta,
-        rate, least, radius, FIX_MEAN, FIX_NORM, SCALED,
+        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), old_average, fan_in, beta,
+        one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
-    # what does not move is written as it was read: a mask by neuron would part what is written in one go
+    # write all neurons, moved or not: a mask by neuron would split vectorised stores
     out = tl.where((moving & ordinary)[:, None], out, w)
     where = i[:, None] * fan_in + k[None, :]
-    tl.store(weight + at, _rounded(out, W, noise, where, STOCHASTIC), entries)
+    tl.store(weight + at, _rounded(out, W, noise, where, STOCHASTIC), elements)
     tl.store(averages, average, inside & ordinary)
     inside &= ~ordinary
     if tl.sum(inside.to(tl.int32), 0) > 0:
-        # units that are dead, of which some networks have many, have no gradient at all: their averages fade
+        # dead units, of which some networks have many, have a zero gradient: their averages decay
         peak = tl.zeros([ROWS], tl.float32)
         for slice in range(WIDTH // SLICE):
             ks = slice * SLICE + tl.arange(0, SLICE)
@@ -254,8 +251,8 @@ def _turn_tile(
             sum_gg += tl.sum(gs * gs, 1)
             sum_wg += tl.sum(ws * gs, 1)
         average_, f_, mean_, stretch_, moving_, finite, _ = _solve(
-            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM,
-            SCALED,
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius,
+            FIX_MEAN, FIX_NORM, SCALED,
         )  # fmt: skip
         for slice in range(WIDTH // SLICE):
             ks = slice * SLICE + tl.arange(0, SLICE)
@@ -277,7 +274,7 @@ def _nudge_tile(
     record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Nudge gains or biases."""
+    """Nudge the gains or biases of a tile."""
     i = tile * (TILE // GAIN_SHARE) + tl.arange(0, TILE // GAIN_SHARE)
     inside = i < tl.load(record + NEURONS)
     at = _neuron_offset(record, i)
@@ -313,7 +310,7 @@ def step(
     SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """One tile of gains, of biases or of whole neurons. ``SHAPES`` has a bit for each shape of tile there is."""
+    """Step one tile of gains, biases or whole neurons. ``SHAPES`` has a bit for each shape of tile."""
     owner = tl.load(owners + tl.program_id(0))
     grad = tl.load(changing + owner)
     if grad == 0:
@@ -339,19 +336,19 @@ def step(
 
 @triton.jit
 def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr):
-    """Which entries of which neurons a piece of split neurons is made of."""
+    """Return the neurons and elements of a split tile: indices, mask, offsets, positions and element mask."""
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
     pieces = tl.cdiv(fan_in, BK)
     i = (tile // pieces) * BN + tl.arange(0, BN)
     k = (tile % pieces) * BK + tl.arange(0, BK)
     starts = _neuron_offset(record, i)
     steps = _offset(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
-    axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis, if it is they that lie side by side
+    axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis if they lie side by side in memory
     at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
     where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
     inside = i < tl.load(record + NEURONS)
-    entries = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
-    return i, inside, at, where, entries
+    elements = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
+    return i, inside, at, where, elements
 
 
 @triton.jit
@@ -359,16 +356,16 @@ def measure(
     owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STRIDED: tl.constexpr,
 ):  # fmt: skip
-    """The sums over a piece of neurons that are too long for a program, or lie across memory."""
+    """Sum over a split tile: neurons too long for one program, or strided in memory."""
     owner = tl.load(owners + tl.program_id(0))
     grad = tl.load(changing + owner)
     if grad == 0:
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, _, entries = _piece(record, tile, BN, BK, STRIDED)
-    g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
-    w = tl.load(_pointer(record, WEIGHT, W) + at, entries, 0).to(tl.float64)
+    i, inside, at, _, elements = _piece(record, tile, BN, BK, STRIDED)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
+    w = tl.load(_pointer(record, WEIGHT, W) + at, elements, 0).to(tl.float64)
     axis: tl.constexpr = 0 if STRIDED else 1
     pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
     piece = tile % pieces
@@ -378,7 +375,7 @@ def measure(
     tl.store(to + 2, tl.sum(w * w, axis), inside)
     tl.store(to + 3, tl.sum(g * g, axis), inside)
     tl.store(to + 4, tl.sum(w * g, axis), inside)
-    # the average of old_average, since the next launch overwrites it while others still want it
+    # store the old average too: the next launch overwrites it while other programs still read it
     old_average = tl.load(_pointer(record, AVERAGE, tl.float32) + i, inside, 0).to(tl.float64)
     if piece > 0:
         old_average *= 0.0
@@ -391,14 +388,14 @@ def turn(
     BK: tl.constexpr, STRIDED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """Turn a piece of neurons that have been measured."""
+    """Turn a split tile, after :func:`measure`."""
     owner = tl.load(owners + tl.program_id(0))
     grad = tl.load(changing + owner)
     if grad == 0:
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, where, entries = _piece(record, tile, BN, BK, STRIDED)
+    i, inside, at, where, elements = _piece(record, tile, BN, BK, STRIDED)
     neurons = tl.load(record + NEURONS)
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
     pieces = tl.cdiv(fan_in, BK)
@@ -426,12 +423,12 @@ def turn(
     )  # fmt: skip
     axis: tl.constexpr = 0 if STRIDED else 1
     weight = _pointer(record, WEIGHT, W) + at
-    g = tl.load(grad.to(tl.pointer_type(G)) + at, entries, 0).to(tl.float64)
-    w = tl.load(weight, entries, 0).to(tl.float64)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
+    w = tl.load(weight, elements, 0).to(tl.float64)
     out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
     if STOCHASTIC:
         noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
-    tl.store(weight, _rounded(out, W, noise, where, STOCHASTIC), entries & tl.expand_dims(moving, axis))
+    tl.store(weight, _rounded(out, W, noise, where, STOCHASTIC), elements & tl.expand_dims(moving, axis))
     if tile % pieces == 0:
         tl.store(_pointer(record, AVERAGE, tl.float32) + i, average, inside)
         skipped = tl.sum((inside & ~finite).to(tl.int32), 0)

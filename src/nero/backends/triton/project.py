@@ -25,38 +25,12 @@ def project_(
         return False
     if isinstance(radius, Tensor) and not (_is_plain(radius) and radius.numel() == layout.neurons):
         return False
+    from nero.backends.triton.project_kernel import launch
+
     with torch.cuda.device(tensor.device) if tensor.is_cuda else torch.no_grad():
         launch(tensor, layout.neurons, layout.fan_in, row_stride, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
     torch.autograd.graph.increment_version(tensor)  # torch did not see the kernel write
     return True
-
-
-def launch(
-    tensor: Tensor,
-    neurons: int,
-    fan_in: int,
-    row_stride: int,
-    *,
-    fix_mean: bool = True,
-    fix_norm: bool = True,
-    radius: float | Tensor = 1.0,
-) -> None:
-    """Launch the kernel, one program per neuron."""
-    from nero.backends.triton.project_kernel import project
-
-    width = max(16, 1 << (fan_in - 1).bit_length())
-    project[(neurons,)](
-        tensor,
-        radius.reshape(-1).to(tensor.device) if isinstance(radius, Tensor) else tensor,
-        fan_in,
-        row_stride,
-        1.0 if isinstance(radius, Tensor) else float(radius),
-        FIX_MEAN=fix_mean and fan_in != 2,
-        FIX_NORM=fix_norm,
-        RADII=isinstance(radius, Tensor),
-        WIDTH=width,
-        num_warps=min(16, max(1, width // 512)),
-    )
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
-"""The kernel of :mod:`nero.backends.triton.project`; it imports Triton."""
+"""The kernel of :mod:`nero.backends.triton.project`, and its launch."""
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 #: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
@@ -21,18 +22,18 @@ def project(
     inside = k < fan_in
     at = weight + i * row_stride + k
     w = tl.load(at, inside, 0.0)
-    size = tl.abs(w)
-    peak = tl.max(size, 0)
-    nonfinite = tl.sum((~(size <= MAX_FLOAT32)).to(tl.int32), 0)
+    peak = tl.max(tl.abs(w), 0)
+    nonfinite = tl.sum((~(tl.abs(w) <= MAX_FLOAT32)).to(tl.int32), 0)
     possible = (peak > 0) & (nonfinite == 0)
     unit = tl.div_rn(w, tl.where(possible, peak, 1.0) + tl.zeros([WIDTH], tl.float32))
     square = tl.sum(unit * unit, 0)
-    whole = square
-    drift = square * 0.0  # the squared distance to zero mean, in units of the peak
+    size = tl.sqrt_rn(tl.where(possible, square, 1.0))  # of the whole neuron, in units of the peak
+    drift = square * 0.0  # the square of the distance to zero mean, in the same units
     if FIX_MEAN:
         mean = tl.sum(unit, 0) / fan_in
         drift = fan_in * mean * mean
         unit = tl.where(inside, unit - mean, 0.0)
+        unit = tl.where(inside, unit - tl.sum(unit, 0) / fan_in, 0.0)  # exact for nearly constant neurons too
         left = tl.sum(unit * unit, 0)
         possible = possible & (left > NO_DIRECTION * square)
         square = left
@@ -40,13 +41,38 @@ def project(
     if FIX_NORM:
         if RADII:
             radius = tl.load(radii + i)
-        target = radius / peak
-        off = (norm - target) * (norm - target) + drift
+        scale = tl.minimum(peak / radius, 1e18)  # not infinite: it is multiplied by zero where there is no drift
+        off = (norm * scale - 1) * (norm * scale - 1) + drift * scale * scale
         unit *= radius / norm
     else:
         possible = possible & (peak < MAX_FLOAT32 / 2)
-        target = tl.sqrt_rn(whole)
-        off = drift
+        off = drift / (size * size)
         unit = unit * peak
-    moving = possible & (off > (ROUNDING_ERROR * target) * (ROUNDING_ERROR * target))
+    moving = possible & (off > ROUNDING_ERROR * ROUNDING_ERROR)
     tl.store(at, tl.where(moving, unit, w), inside)
+
+
+def launch(
+    tensor: Tensor,
+    neurons: int,
+    fan_in: int,
+    row_stride: int,
+    *,
+    fix_mean: bool = True,
+    fix_norm: bool = True,
+    radius: float | Tensor = 1.0,
+) -> None:
+    """Project the rows of a tensor, one program per neuron."""
+    width = max(16, 1 << (fan_in - 1).bit_length())
+    project[(neurons,)](
+        tensor,
+        radius.reshape(-1).to(tensor.device) if isinstance(radius, Tensor) else tensor,
+        fan_in,
+        row_stride,
+        1.0 if isinstance(radius, Tensor) else float(radius),
+        FIX_MEAN=fix_mean and fan_in != 2,
+        FIX_NORM=fix_norm,
+        RADII=isinstance(radius, Tensor),
+        WIDTH=width,
+        num_warps=min(16, max(1, width // 512)),
+    )

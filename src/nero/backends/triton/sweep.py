@@ -137,10 +137,10 @@ class Sweep:
         self._borrowed = []
 
     def _launch(self, changing: Tensor, stream: int) -> None:
-        records, rates, sums, count, launches = self._tables
+        records, rates, sums, counting, launches = self._tables
         tables: list[Tensor | int] = [records, changing, rates]
         at = [table.data_ptr() for table in (records, changing, rates, sums)]
-        count(stream, [*tables, len(self._parameters)], [*at[:3], len(self._parameters)])
+        counting(stream, [*tables, len(self._parameters)], [*at[:3], len(self._parameters)])
         noise = torch.randint(1 << 62, (1,), device=self._device) if self._is_stochastic else changing
         for launch, owners in launches:
             launch(stream, [owners, *tables, sums, noise], [owners.data_ptr(), *at, noise.data_ptr()])

@@ -82,7 +82,7 @@ class Tables(NamedTuple):
     records: Tensor
     rates: Tensor
     sums: Tensor
-    count: Launch
+    counting: Launch
     launches: list[tuple[Launch, Tensor]]
 
 

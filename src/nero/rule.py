@@ -173,15 +173,12 @@ def distance(
     tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
 ) -> Tensor:
     """Measure each neuron's distance to the nearest balanced one; not finite for a neuron that is not."""
-    peak = tensor.detach().abs().amax(axes, keepdim=True)
-    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)  # sums of large elements would overflow
-    tensor = tensor / unit
-    mean = torch.zeros_like(peak)
+    mean = torch.zeros_like(tensor.amax(axes, keepdim=True))
     fan_in = _fan_in(tensor, axes)
     if fix_mean and fan_in != 2:
         mean = tensor.mean(axes, keepdim=True)
-    off_radius = unit * norm(tensor - mean, axes) - radius if fix_norm else torch.zeros_like(mean)
-    return torch.hypot(off_radius, unit * mean * math.sqrt(fan_in))
+    off_radius = norm(tensor - mean, axes) - radius if fix_norm else torch.zeros_like(mean)
+    return torch.hypot(off_radius, mean * math.sqrt(fan_in))
 
 
 def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:

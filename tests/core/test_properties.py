@@ -35,8 +35,9 @@ EVERY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ORDINARY_FLOAT = st.floats(min_value=-10, max_value=10, width=32)
 
 
-#: Magnitudes whose rounding is relative in all dtypes: subnormal numbers round to a fixed spacing.
-NORMAL_FLOAT = st.floats(-1e30, 1e30, width=32).map(lambda value: value if abs(value) > 1e-25 else 0.0)
+LARGEST = 2.0**120
+#: Magnitudes whose rounding is relative, unlike that of subnormal numbers, and whose norms are finite.
+NORMAL_FLOAT = st.floats(-LARGEST, LARGEST, width=32).map(lambda value: value if abs(value) > 1e-25 else 0.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -51,6 +52,7 @@ def weights(draw: st.DrawFn) -> tuple[Tensor, nero.Role]:
         spacing = torch.finfo(dtype).eps * 2.0 ** draw(st.integers(0, 12))
         steps = torch.tensor(draw(st.lists(st.integers(-9, 9), min_size=size, max_size=size)))
         values = draw(NORMAL_FLOAT) * (1 + steps.double() * spacing)
+    values = values.clamp(-LARGEST, LARGEST)
     return values.to(dtype).view(shape), nero.Role("neuron", axes).on(shape)
 
 

@@ -33,8 +33,6 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 EVERY_FLOAT = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ORDINARY_FLOAT = st.floats(min_value=-10, max_value=10, width=32)
-
-
 LARGEST = 2.0**120
 #: Magnitudes whose rounding is relative, unlike that of subnormal numbers, and whose norms are finite.
 NORMAL_FLOAT = st.floats(-LARGEST, LARGEST, width=32).map(lambda value: value if abs(value) > 1e-25 else 0.0)
@@ -245,11 +243,12 @@ def test_step_turns_a_balanced_neuron_by_the_angle_lr(drawn: list[Tensor], lr: f
     torch.testing.assert_close(cosine.acos(), torch.full_like(cosine, math.atan(lr)), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @given(drawn=weights(), fix_mean=st.booleans(), fix_norm=st.booleans())
-def test_balancing_twice_changes_no_bit(drawn: tuple[Tensor, nero.Role], fix_mean: bool, fix_norm: bool):
+def test_balancing_twice_changes_no_bit(device: str, drawn: tuple[Tensor, nero.Role], fix_mean: bool, fix_norm: bool):
     """Ruling 10."""
     weight, role = drawn
-    once = balance_tensor_(weight.clone(), role, fix_mean=fix_mean, fix_norm=fix_norm)
+    once = balance_tensor_(weight.to(device, copy=True), role, fix_mean=fix_mean, fix_norm=fix_norm)
     twice = balance_tensor_(once.clone(), role, fix_mean=fix_mean, fix_norm=fix_norm)
     assert torch.equal(bits(twice), bits(once))
 

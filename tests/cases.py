@@ -1,4 +1,4 @@
-"""One table of cases: shapes, roles, layouts, dtypes and options. It drives the tests of rule and backends."""
+"""Cases of shapes, roles, memory layouts and options, for the tests of the rule and the backends."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nero.roles import Role
 
-#: relative agreement with the float64 oracle over seven steps, beside the dtype it belongs to
+#: Relative agreement with the float64 oracle over seven steps.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-#: relative agreement of a single step, where each step rounds the parameter to its dtype
+#: Relative agreement of a single step, which rounds the parameter to its dtype.
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -33,7 +33,7 @@ class Case:
         return Role(self.kind, self.axes, self.groups).on(self.shape)
 
     def tensor(self, generator: torch.Generator, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-        """A random tensor in the case's shape and memory layout."""
+        """Make a random tensor of the case's shape and memory layout."""
         values = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(device, dtype)
         if self.layout == "channels_last":
             return values.to(memory_format=torch.channels_last)
@@ -45,6 +45,7 @@ class Case:
         return values
 
     def group(self, parameter: Tensor) -> dict[str, Any]:
+        """Make a parameter group of the case's role and options."""
         role = self.role
         group = {"params": [parameter], "role": role.kind, "fan_in_axes": role.fan_in_axes}
         return {**group, "fan_in_groups": role.fan_in_groups, **self.options}
@@ -114,7 +115,7 @@ CASES = [
 
 
 class Oracle:
-    """A parameter's history by the oracle: entries of each neuron in lists, in float64."""
+    """The trajectory of a parameter by the oracle: the elements of each neuron as a list of float64."""
 
     def __init__(self, case: Case, parameter: Tensor) -> None:
         self.case, self.t = case, 0
@@ -136,13 +137,14 @@ class Oracle:
                 for w, radius in zip(self.neurons, self.radii, strict=True)
             ]
         elif self.sigma is None:
-            entries = [b for (b,) in self.neurons]
-            self.sigma = sum(abs(b) for b in entries) / len(entries)
+            self.sigma = sum(abs(b) for (b,) in self.neurons) / len(self.neurons)
 
     def read(self, parameter: Tensor) -> None:
+        """Take over the values of a parameter."""
         self.neurons = _split(self.case.role, parameter)
 
     def step(self, grad: Tensor) -> None:
+        """Update every neuron, gain or bias."""
         self.t += 1
         for i, g in enumerate(_split(self.case.role, grad)):
             if self.case.kind == "neuron":
@@ -168,19 +170,19 @@ class Oracle:
                 self.neurons[i] = [b]
 
     def check(self, parameter: Tensor, state: dict[str, Tensor], tolerance: float) -> None:
-        """Compare entries, relative to their neuron's norm, and the running averages."""
+        """Compare elements, relative to their neuron's norm, and the running averages."""
         found = torch.tensor(_split(self.case.role, parameter), dtype=torch.float64)
         wanted = torch.tensor(self.neurons, dtype=torch.float64)
         size = torch.linalg.vector_norm(wanted, dim=1, keepdim=True)
         torch.testing.assert_close(found / size, wanted / size, rtol=0, atol=tolerance)
-        averages = torch.tensor([math.sqrt(each) for each in self.mean_squares], dtype=torch.float64)
+        averages = torch.tensor([math.sqrt(mean_square) for mean_square in self.mean_squares], dtype=torch.float64)
         torch.testing.assert_close(state["grad_norm"].cpu().double().flatten(), averages, rtol=tolerance, atol=0)
         assert state["step"].item() == self.t
         assert state["skipped"].item() == 0
 
 
 def _split(role: Role, tensor: Tensor) -> list[list[float]]:
-    """The entries of each neuron, neurons in the order of their running averages."""
+    """Return the elements of each neuron, in the order of the running averages."""
     view = role.view(tensor.detach().cpu().double())
     neurons = [axis for axis in range(view.dim()) if axis not in role.axes]
     return view.permute([*neurons, *role.axes]).reshape(-1, role.fan_in(tensor.shape)).tolist()

@@ -1,16 +1,16 @@
-"""Algorithm 1 of the paper as loops over plain lists of float64: slow, obvious, and written from the paper alone.
+"""Algorithm 1 of the paper as loops over lists of float64: slow, obvious, and written from the paper alone.
 
-"Learning by Turning", Section 4. The lines quoted are the algorithm's own. The bias correction is
-the one that the paragraph below it describes. `mean` and `norm` switch the two projections, as the
-ablation of Section 5.1 does; `sigma` replaces the norm of w that the step is relative to. `longest` is not the
-paper's: a step that would be more than so many times eta long is made that long.
+See "Learning by Turning", Section 4. Quoted comments are the algorithm's own lines. The paragraph below it
+describes the bias correction. `mean` and `norm` switch the two projections, as in the ablation of Section 5.1.
+`sigma` replaces the norm of w as the scale of a step. `longest` is not in the paper: it bounds a step to
+`longest` times eta.
 """
 
 import math
 
 
 def corrected(mean_square: float, beta: float, t: int) -> float:
-    """Return "the running averages are divided by a factor of sqrt(1 - beta^t) before the t-th update"."""
+    """Apply: "the running averages are divided by a factor of sqrt(1 - beta^t) before the t-th update"."""
     return math.sqrt(mean_square) / math.sqrt(1 - beta**t)
 
 
@@ -27,7 +27,7 @@ def turn(
     radius: float = 1.0,
     longest: float = math.inf,
 ) -> tuple[list[float], float]:
-    """Update one neuron; returns its weights and its running average of the squared gradient norm."""
+    """Update one neuron; return its weights and its running average of the squared gradient norm."""
     # "update running averages"
     mean_square = beta * mean_square + (1 - beta) * sum(gi * gi for gi in g)
     # "update weights": w <- w - eta ||w|| / g_bar * g
@@ -41,7 +41,7 @@ def turn(
 
 
 def project(w: list[float], mean: bool = True, norm: bool = True, radius: float = 1.0) -> list[float]:
-    """Return "project weights back to constraint set"."""
+    """Apply: "project weights back to constraint set"."""
     if mean:
         average = sum(w) / len(w)
         w = [wi - average for wi in w]
@@ -54,7 +54,7 @@ def project(w: list[float], mean: bool = True, norm: bool = True, radius: float 
 def nudge(
     b: float, g: float, mean_square: float, t: int, eta: float, beta: float, sigma: float, longest: float = math.inf
 ) -> tuple[float, float]:
-    """Update one gain or bias; returns it and its running average of the squared gradient."""
+    """Update one gain or bias; return it and its running average of the squared gradient."""
     mean_square = beta * mean_square + (1 - beta) * g * g
     ratio = g / corrected(mean_square, beta, t)
     if abs(ratio) > longest:

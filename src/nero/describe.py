@@ -1,4 +1,4 @@
-"""The table a person reads before training: what Nero takes each parameter for, and why."""
+"""The table to read before training: the role of each parameter, its cost, and what will not be balanced."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nero.parameters import COMPLEX
 from nero.roles import Override, Role, roles_of
 from nero.rule import norm, project, statistics_dtype
+from nero.text_table import text_table
+
+HEADER = ("name", "shape", "role", "neurons x fan-in", "state / Adam's", "why")
+#: Longer lists of parameter names are cut.
+MAX_NAMES = 3
 
 
 class Row(NamedTuple):
-    """One parameter, as Nero sees it."""
+    """One parameter: its role, its cost, and why it is not balanced, or an empty string if it is."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,6 +31,7 @@ class Row(NamedTuple):
     unbalanced: str
 
     def cells(self) -> tuple[str, ...]:
+        """Return the text of each column."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
         neurons = f"{self.neurons:,} x {self.fan_in:,}" if self.role.kind == "neuron" else "-"
         state = f"{_bytes(self.state_bytes)} / {_bytes(self.adam_bytes)}" if self.state_bytes else "-"
@@ -33,7 +40,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Description:
-    """The roles of a model's parameters with what they cost; prints as a table.
+    """The roles of a model's parameters and the memory of their state; prints as a table.
 
     Attributes:
         rows: one for each parameter.
@@ -43,12 +50,12 @@ class Description:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """The number of elements of all parameters."""
         return sum(torch.Size(row.shape).numel() for row in self.rows)
 
     @property
     def neurons(self) -> int:
-        """How many neurons are trained."""
+        """The number of trained neurons."""
         return sum(row.neurons for row in self.rows if row.state_bytes)
 
     @property
@@ -62,41 +69,40 @@ class Description:
         return sum(row.adam_bytes for row in self.rows)
 
     def __str__(self) -> str:
-        header = ("name", "shape", "role", "neurons x fan-in", "state / Adam's", "why")
-        table = [header, *(row.cells() for row in self.rows)]
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
-        lines.insert(1, "  ".join("-" * width for width in widths))
         share = f", {_percent(self.state_bytes / self.adam_bytes)} of it" if self.adam_bytes else ""
-        lines += [
-            "",
-            f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
-            f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
-        ]
-        reasons: dict[str, list[str]] = {}
+        return "\n".join(
+            [
+                text_table(HEADER, [row.cells() for row in self.rows], numeric=False),
+                "",
+                f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
+                f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
+                *self._reasons(),
+            ]
+        )
+
+    __repr__ = __str__  # notebooks display the repr
+
+    def _reasons(self) -> list[str]:
+        """Return the lines that list what will not be balanced, by reason."""
+        names: dict[str, list[str]] = {}
         for row in self.rows:
             if row.unbalanced:
-                reasons.setdefault(row.unbalanced, []).append(row.name)
-        if reasons:
-            lines.append("not balanced:")
-            width = max(map(len, reasons))
-            for reason, names in reasons.items():
-                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-                lines.append(f"  {reason.ljust(width)}  {shown}")
-        return "\n".join(line.rstrip() for line in lines)
-
-    __repr__ = __str__  # a notebook shows the repr
+                names.setdefault(row.unbalanced, []).append(row.name)
+        if not names:
+            return []
+        width = max(map(len, names))
+        return ["not balanced:", *(f"  {reason.ljust(width)}  {_listed(own)}" for reason, own in names.items())]
 
 
 def describe(model: nn.Module, overrides: Mapping[str, Override] | None = None) -> Description:
-    """What Nero will take every parameter of the model for, and why, before it touches anything.
+    """Describe the role of every parameter of a model, and why it has that role. Nothing is changed.
 
     Args:
         model: any module, also one on the meta device.
         overrides: as for :func:`nero.roles_of`.
 
     Returns:
-        an object that prints as a table and holds its numbers.
+        An object that prints as a table and holds its numbers.
 
     Example:
         >>> print(describe(nn.Linear(784, 10)))
@@ -140,7 +146,7 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     if fan_in == 2:
         return "norm only: its fan-in is 2"
     if parameter.is_complex():
-        return "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
+        return COMPLEX
     if parameter.is_meta or not parameter.numel():
         return ""
     wide = role.view(parameter).to(statistics_dtype(parameter.dtype))
@@ -152,13 +158,18 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     if not bool(size.isfinite().all()):
         return f"{int((~size.isfinite()).sum())} of {possible.numel()} neurons not finite: initialise them first"
     at_origin = int((size == 0).sum())
-    where = {0: "constant", stuck: "at the origin"}.get(at_origin, "at the origin or constant")
-    return f"{stuck} of {possible.numel()} neurons {where}, until their first gradient"
+    what = {0: "constant", stuck: "zero"}.get(at_origin, "zero or constant")
+    return f"{stuck} of {possible.numel()} neurons {what}, until their first gradient"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _bytes(count: int) -> str:
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= 0.9995 * size:  # what rounds to 1000 of one unit is 1 of the next
+        if count >= 0.9995 * size:  # rounds to at least 1 of the unit, not to 1000 of the smaller one
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
 

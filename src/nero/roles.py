@@ -1,12 +1,11 @@
-"""Which parameter holds neurons, gains or biases, and along which axes a neuron's fan-in runs.
+"""Roles: which parameters hold neurons, gains or biases, and along which axes a neuron's fan-in runs.
 
-A role is read from the layer that owns the parameter; a layer nobody knows falls back to the
-shape rule of the paper. Nothing here looks at a gradient.
+The layer that owns a parameter decides its role. For an unknown layer, the paper's shape rule does.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, cast
@@ -24,15 +23,15 @@ KINDS: tuple[Kind, ...] = ("neuron", "gain", "bias")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What a parameter is to the network.
+    """The role of a parameter in its network.
 
     Args:
         kind: ``"neuron"``, ``"gain"`` or ``"bias"``.
-        fan_in_axes: the axes a neuron's entries run along; empty for gains and biases, and
-            ``None`` for "every axis but the first".
-        fan_in_groups: how many blocks axis 0 is cut into before the fan-in is taken, for
-            grouped transposed convolutions, whose weight keeps its groups along its fan-in.
-        why: where the role comes from, for people; it does not count in comparisons.
+        fan_in_axes: the axes along which a neuron's elements run; empty for gains and biases. ``None`` stands for
+            all axes but the first.
+        fan_in_groups: the number of blocks into which axis 0 is split before the fan-in is taken. Grouped transposed
+            convolutions need it: their weight holds the groups along its fan-in.
+        why: the source of the role, for display; comparisons ignore it.
     """
 
     kind: Kind
@@ -41,50 +40,33 @@ class Role:
     why: str = field(default="given", compare=False)
 
     def on(self, shape: Iterable[int]) -> "Role":
-        """The role on a parameter of that shape: axes filled in and checked, fan-in 1 a gain.
+        """Return the role for a parameter of a shape: with its axes filled in, and a gain if its fan-in is 1.
 
         Raises:
-            ValueError: if the kind is unknown or the axes do not fit the shape.
+            ValueError: if the kind is unknown, or the axes or groups do not fit the shape.
         """
         shape = tuple(shape)
         if self.kind not in KINDS:
-            raise ValueError(f"unknown role {self.kind!r}: use one of {', '.join(KINDS)}")
+            raise ValueError(f"role must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.kind != "neuron":
             if self.fan_in_axes:
-                raise ValueError(f"a {self.kind} has no fan_in_axes, but {self.fan_in_axes} were given")
+                raise ValueError(f"a {self.kind} has no fan_in_axes, got {self.fan_in_axes}")
             return replace(self, fan_in_axes=(), fan_in_groups=1)
-        axes = tuple(range(1, len(shape))) if self.fan_in_axes is None else self.fan_in_axes
-        if not isinstance(axes, tuple | list) or not axes or not all(_is_axis(axis, len(shape)) for axis in axes):
-            known = f"a tuple of axes from 0 to {len(shape) - 1}" if shape else "a scalar is a gain or a bias"
-            raise ValueError(f"fan_in_axes {axes} do not fit the shape {shape}: {known}")
-        axes = tuple(sorted(axis % len(shape) for axis in axes))
-        if len(set(axes)) != len(axes):
-            raise ValueError(f"fan_in_axes {self.fan_in_axes} name an axis of {shape} twice")
-        groups = self.fan_in_groups
-        if not isinstance(groups, int) or groups < 1 or shape[0] % groups or (groups > 1 and 0 not in axes):
-            raise ValueError(
-                f"fan_in_groups={groups} does not fit: axis 0 of {shape} must be a fan-in axis and divide into it"
-            )
-        role = replace(self, fan_in_axes=axes)
+        role = replace(self, fan_in_axes=_checked_axes(self.fan_in_axes, shape))
+        _check_groups(role, shape)
         if role.fan_in(shape) == 1:
             return Role("gain", (), why=f"{self.why}, fan-in 1")
         return role
 
     def fan_in(self, shape: Iterable[int]) -> int:
-        """How many entries a neuron of a parameter of that shape has; 1 for gains and biases."""
+        """Return the number of elements of a neuron in a parameter of a shape; 1 for gains and biases."""
         shape = tuple(shape)
         return math.prod(shape[axis] for axis in self.fan_in_axes or ()) // self.fan_in_groups
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The tensor with its groups, if any, on an axis of their own; shares its memory."""
+        """View a tensor with its fan-in groups, if any, on an axis of their own."""
         groups = self.fan_in_groups
         return tensor if groups == 1 else tensor.view(groups, tensor.shape[0] // groups, *tensor.shape[1:])
-
-    def __str__(self) -> str:
-        if self.kind != "neuron":
-            return "gains" if self.kind == "gain" else "biases"
-        groups = f" in {self.fan_in_groups} groups" if self.fan_in_groups > 1 else ""
-        return f"neurons along axes {self.fan_in_axes}{groups}"
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -92,15 +74,21 @@ class Role:
         axes = self.fan_in_axes or ()
         return axes if self.fan_in_groups == 1 else tuple(axis + 1 for axis in axes)
 
+    def __str__(self) -> str:
+        if self.kind != "neuron":
+            return "gains" if self.kind == "gain" else "biases"
+        groups = f" in {self.fan_in_groups} groups" if self.fan_in_groups > 1 else ""
+        return f"neurons along axes {self.fan_in_axes}{groups}"
+
 
 Override: TypeAlias = Role | Kind | tuple[int, ...]
 
 
 def role_from_shape(shape: Iterable[int]) -> Role:
-    """The paper's rule, for a parameter of which only the shape is known.
+    """Return the role of a parameter by the paper's shape rule.
 
-    A slice along axis 0 is a neuron; what has fewer than two axes is a bias. A table of tokens or
-    positions, shaped (1, N, D), is N vectors of D.
+    Every slice along axis 0 is a neuron. Scalars and vectors are biases. A table of tokens or positions, of shape
+    (1, N, D), holds N neurons of D elements.
 
     Example:
         >>> role_from_shape((64, 3, 7, 7)).fan_in_axes
@@ -119,17 +107,17 @@ def role_from_shape(shape: Iterable[int]) -> Role:
 
 
 def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) -> dict[str, Role]:
-    """The role of every parameter, by name, in the order of ``model.named_parameters()``.
+    """Return the role of every parameter, by name, in the order of ``model.named_parameters()``.
 
     Args:
-        model: any module; parameters may be frozen or on the meta device, but not uninitialised.
-        overrides: your own word, by name or by pattern (``"blocks.*.gate"``): a kind, a tuple of
-            fan-in axes, or a :class:`Role`. The last entry that matches counts.
+        model: any module. Parameters may be frozen or on the meta device, but must be initialised.
+        overrides: roles by name or by pattern (``"blocks.*.gate"``): a kind, a tuple of fan-in axes, or a
+            :class:`Role`. The last match counts.
 
     Raises:
-        TypeError: something that is not a module, an override of no known form.
-        ValueError: a tied parameter on whose role its layers disagree, an override that matches
-            nothing or does not fit, a lazy layer that has not run yet, a model wrapped in FSDP1.
+        TypeError: if ``model`` is not a module, or an override is of an unknown type.
+        ValueError: if the layers of a tied parameter disagree on its role, an override matches no parameter or does
+            not fit its shape, a lazy layer has not run yet, or the model is wrapped in FSDP1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -139,7 +127,7 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         'gain'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     claims: dict[int, list[tuple[str, Role]]] = {}
     for name, role, parameter in _claims(model):
         claims.setdefault(id(parameter), []).append((name, role))
@@ -148,30 +136,33 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
     unused = set(overrides)
     roles: dict[str, Role] = {}
     for name, parameter in model.named_parameters():
-        claimed = claims[id(parameter)]
-        role = claimed[0][1]
-        names = [other for other, _ in claimed]
-        matching = [
-            pattern for pattern in overrides if any(each == pattern or fnmatchcase(each, pattern) for each in names)
+        owners = claims[id(parameter)]
+        matches = [
+            pattern for pattern in overrides if any(own == pattern or fnmatchcase(own, pattern) for own, _ in owners)
         ]
-        if matching:
-            unused.difference_update(matching)
-            role = _overridden(name, tuple(parameter.shape), overrides[matching[-1]])
+        unused.difference_update(matches)
+        if matches:
+            roles[name] = _overridden(name, tuple(parameter.shape), overrides[matches[-1]])
         else:
-            for other, rival in claimed[1:]:
-                if rival != role:
-                    raise ValueError(
-                        f"parameters {claimed[0][0]!r} ({role}, from {role.why}) and {other!r} "
-                        f"({rival}, from {rival.why}) are one tensor with two roles: "
-                        f"say which with roles_of(model, overrides={{{name!r}: ...}})"
-                    )
-            if len(claimed) > 1:
-                role = replace(role, why=f"{role.why}, tied to {', '.join(names[1:])}")
-        roles[name] = role
+            roles[name] = _agreed(owners)
     if unused:
         known = ", ".join(list(roles)[:4])
         raise ValueError(f"overrides {sorted(unused)} match no parameter; the names are like {known}")
     return roles
+
+
+def _agreed(owners: Sequence[tuple[str, Role]]) -> Role:
+    """Return the role that all owners of a tied parameter agree on."""
+    name, role = owners[0]
+    for other, rival in owners[1:]:
+        if rival != role:
+            raise ValueError(
+                f"parameters {name!r} ({role}, from {role.why}) and {other!r} ({rival}, from {rival.why}) are one "
+                f"tensor with two roles: choose one with roles_of(model, overrides={{{name!r}: ...}})"
+            )
+    if len(owners) == 1:
+        return role
+    return replace(role, why=f"{role.why}, tied to {', '.join(other for other, _ in owners[1:])}")
 
 
 def _overridden(name: str, shape: tuple[int, ...], override: Override) -> Role:
@@ -182,20 +173,45 @@ def _overridden(name: str, shape: tuple[int, ...], override: Override) -> Role:
     elif isinstance(override, tuple):
         role = Role("neuron", override)
     else:
-        raise TypeError(f"the override of {name!r} must be a Role, a kind or a tuple of axes, not {override!r}")
+        raise TypeError(f"the override of {name!r} must be a Role, a kind or a tuple of axes, got {override!r}")
     try:
         return role.on(shape)
     except ValueError as error:
         raise ValueError(f"the override of {name!r} does not fit: {error}") from error
 
 
+def _checked_axes(given: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return fan-in axes in ascending order and without negative numbers; raise if they do not fit the shape."""
+    axes = tuple(range(1, len(shape))) if given is None else given
+    if not isinstance(axes, tuple | list) or not axes or not all(_is_axis(axis, len(shape)) for axis in axes):
+        remedy = f"use a tuple of axes from 0 to {len(shape) - 1}" if shape else "a scalar is a gain or a bias"
+        raise ValueError(f"fan_in_axes {axes} do not fit the shape {shape}: {remedy}")
+    axes = tuple(sorted(axis % len(shape) for axis in axes))
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"fan_in_axes must name each axis of {shape} at most once, got {given}")
+    return axes
+
+
 def _is_axis(axis: object, count: int) -> bool:
     return isinstance(axis, int) and not isinstance(axis, bool) and -count <= axis < count
 
 
-def _claims(model: nn.Module) -> Iterable[tuple[str, Role, Tensor]]:
-    """Every (name, role, parameter) in the model; a tied parameter comes once for each owner."""
-    behind: dict[int, tuple[nn.Module, str]] = {}
+def _check_groups(role: Role, shape: tuple[int, ...]) -> None:
+    groups = role.fan_in_groups
+    if (
+        not isinstance(groups, int)
+        or groups < 1
+        or shape[0] % groups
+        or (groups > 1 and 0 not in (role.fan_in_axes or ()))
+    ):
+        raise ValueError(
+            f"fan_in_groups={groups} does not fit: axis 0 of {shape} must be a fan-in axis and divide into the groups"
+        )
+
+
+def _claims(model: nn.Module) -> Iterator[tuple[str, Role, Tensor]]:
+    """Yield every (name, role, parameter) of a model; a tied parameter comes once for each owner."""
+    parametrized: dict[int, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules():
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
             raise ValueError(
@@ -203,8 +219,8 @@ def _claims(model: nn.Module) -> Iterable[tuple[str, Role, Tensor]]:
                 "and cuts through neurons: shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
         if is_parametrized(module):
-            for tensor_name, listed in cast(nn.ModuleDict, module.parametrizations).items():
-                behind[id(listed)] = (module, tensor_name)
+            for tensor_name, originals in cast(nn.ModuleDict, module.parametrizations).items():
+                parametrized[id(originals)] = (module, tensor_name)
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -214,20 +230,21 @@ def _claims(model: nn.Module) -> Iterable[tuple[str, Role, Tensor]]:
                     f"parameter {full_name!r} has no shape yet: run a batch through the lazy layers before "
                     "making the optimiser"
                 )
-            if id(module) in behind:
-                role = _role_of_original(*behind[id(module)], cast(ParametrizationList, module), name, parameter)
+            if id(module) in parametrized:
+                layer, tensor_name = parametrized[id(module)]
+                role = _role_of_original(layer, tensor_name, cast(ParametrizationList, module), name, parameter)
             else:
                 role = _role_in_layer(module, name, tuple(parameter.shape))
             yield full_name, role, parameter
 
 
 def _role_of_original(
-    layer: nn.Module, tensor_name: str, behind: ParametrizationList, name: str, parameter: Tensor
+    layer: nn.Module, tensor_name: str, originals: ParametrizationList, name: str, parameter: Tensor
 ) -> Role:
-    """A tensor behind a parametrization follows the layer, if it has the shape of what the layer uses."""
-    if isinstance(behind[0], _WeightNorm) and name == "original0":
+    """Return the role of a tensor behind a parametrization: the layer's, if it has the shape that the layer uses."""
+    if isinstance(originals[0], _WeightNorm) and name == "original0":
         return Role("gain", (), why="weight_norm's length")
-    if parameter.shape == _shape_made(behind):
+    if parameter.shape == _shape_made(originals):
         role = _role_in_layer(layer, tensor_name, tuple(parameter.shape))
         return replace(role, why=f"{role.why}, parametrized")
     role = role_from_shape(parameter.shape)
@@ -235,21 +252,22 @@ def _role_of_original(
 
 
 @torch.no_grad()
-def _shape_made(behind: ParametrizationList) -> torch.Size:
-    """The shape of what a parametrization makes; leaves its buffers and the random numbers as they were."""
-    buffers = {name: buffer.clone() for name, buffer in behind.named_buffers()}
-    with torch.random.fork_rng(sorted({each.device.index for each in behind.parameters() if each.is_cuda})):
-        return cast(torch.Size, torch.func.functional_call(behind, buffers, ()).shape)
+def _shape_made(originals: ParametrizationList) -> torch.Size:
+    """Return the shape that a parametrization makes, without changing its buffers or torch's random numbers."""
+    buffers = {name: buffer.clone() for name, buffer in originals.named_buffers()}
+    devices = sorted({parameter.device.index for parameter in originals.parameters() if parameter.is_cuda})
+    with torch.random.fork_rng(devices):
+        return cast(torch.Size, torch.func.functional_call(originals, buffers, ()).shape)
 
 
 def _role_in_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role:
-    """The role of a layer's own parameter."""
+    """Return the role of a parameter that a layer owns."""
     hooks = module._forward_pre_hooks.values()
     if any(isinstance(hook, WeightNorm) and name == f"{hook.name}_g" for hook in hooks):
         return Role("gain", (), why="weight_norm's length")
     if any(isinstance(hook, WeightNorm) and name == f"{hook.name}_v" for hook in hooks):
         name = name.removesuffix("_v")
-    elif name.endswith("_orig"):  # where torch's spectral_norm and pruning keep the trained tensor
+    elif name.endswith("_orig"):  # the trained tensor under torch's spectral_norm and pruning
         name = name.removesuffix("_orig")
 
     layer = type_before_parametrizations(module).__name__
@@ -260,7 +278,7 @@ def _role_in_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role
     return replace(known, why=f"{layer}.{name}").on(shape)
 
 
-_WEIGHT_FIRST = (
+_OUTPUT_FIRST = (
     nn.Linear,
     nn.Bilinear,
     nn.Conv1d,
@@ -274,7 +292,7 @@ _WEIGHT_FIRST = (
 )
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-# what norms a weight is no norm layer: it holds neurons
+# WeightNorm, SpectralNorm and the like normalise weights: they hold neurons
 _NORM_NAME = re.compile(r"(?:(?<!Weight)(?<!Spectral)(?<!Linear)(?<!Conv)Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
 _SHIFTS = ("bias", "beta", "shift", "offset")
 
@@ -283,29 +301,32 @@ def _known_role(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role | 
     class_names = [base.__name__ for base in type(module).__mro__]
     if isinstance(module, _TRANSPOSED) and name == "weight":
         return Role("neuron", (0, *range(2, len(shape))), module.groups)
-    if isinstance(module, _WEIGHT_FIRST + _TRANSPOSED):
-        if name in ("bias_k", "bias_v"):  # attention's extra key and value: vectors shaped (1, 1, D)
+    if isinstance(module, _OUTPUT_FIRST + _TRANSPOSED):
+        if name in ("bias_k", "bias_v"):  # attention's extra key and value: vectors of shape (1, 1, D)
             return Role("neuron", (2,))
-        if len(shape) > 1:
-            return Role("neuron")
-        return Role("bias", ())
-    if isinstance(module, _NORMS) or any(_NORM_NAME.search(each) for each in class_names):
+        return Role("neuron") if len(shape) > 1 else Role("bias", ())
+    if isinstance(module, _NORMS) or any(_NORM_NAME.search(class_name) for class_name in class_names):
         return Role("bias" if name in _SHIFTS else "gain", ())
     if isinstance(module, nn.PReLU):  # a slope: pulling it to one would undo the non-linearity
         return Role("bias", ())
     if "Conv1D" in class_names and "nf" in vars(module):  # GPT-2's linear layer
         return Role("neuron", (0,)) if name == "weight" else Role("bias", ())
-    if any("Experts" in each for each in class_names) and len(shape) > 1:
-        # one expert a slice along axis 0: the role of the slice, one axis on
-        if len(shape) == 2:
-            return Role("bias", ())
-        if len(shape) == 3:
-            return Role("neuron", (1,) if _are_transposed(module) else (2,))
+    if any("Experts" in class_name for class_name in class_names):
+        return _role_of_experts(module, shape)
     return None
 
 
-def _are_transposed(experts: nn.Module) -> bool:
-    """Whether stacked experts are (E, in, out); where the layer does not say, two of its shapes do."""
+def _role_of_experts(experts: nn.Module, shape: tuple[int, ...]) -> Role | None:
+    """Return the role of stacked experts, one per slice along axis 0."""
+    if len(shape) == 2:
+        return Role("bias", ())
+    if len(shape) == 3:
+        return Role("neuron", (1,) if _is_transposed(experts) else (2,))
+    return None
+
+
+def _is_transposed(experts: nn.Module) -> bool:
+    """Return whether stacked experts are (E, in, out): by the layer's attribute, or by the shapes of two weights."""
     up, down = (experts._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
     if hasattr(experts, "is_transposed") or up is None or down is None or not up.dim() == down.dim() == 3:
         return bool(getattr(experts, "is_transposed", False))

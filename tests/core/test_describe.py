@@ -1,4 +1,4 @@
-"""The table a person reads before training: its numbers are true, and it reads well."""
+"""The description of a model: its numbers, its reasons and its text."""
 
 import itertools
 import math
@@ -9,6 +9,7 @@ from torch import nn
 
 import nero
 from nero.describe import _bytes, _percent
+from nero.parameters import COMPLEX
 
 
 def bytes_of(state):
@@ -55,7 +56,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_the_bytes_are_those_of_the_optimisers(make):
+def test_state_bytes_are_those_of_the_optimisers(make):
     torch.manual_seed(0)
     model = make()
     description = nero.describe(model)
@@ -86,7 +87,7 @@ def test_the_bytes_are_those_of_the_optimisers(make):
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_describing_is_for_free_and_has_no_effect(make):
+def test_describe_changes_no_parameter(make):
     model = make()
     before = [each.clone() for each in model.parameters()]
     nero.describe(model)
@@ -94,7 +95,7 @@ def test_describing_is_for_free_and_has_no_effect(make):
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_it_says_the_same_on_the_meta_device():
+def test_description_on_meta_device_is_the_same():
     def lines(device):
         return str(nero.describe(nn.TransformerEncoderLayer(8, 2, 12, device=device))).splitlines()
 
@@ -105,16 +106,14 @@ def test_it_says_the_same_on_the_meta_device():
     assert "8 TB for Adam, 0.0001 % of it" in str(huge)
 
 
-def test_it_counts_the_neurons_that_are_trained():
+def test_neurons_counts_trained_neurons_only():
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 5))
     assert nero.describe(model).neurons == 8
     frozen_description = nero.describe(frozen(model, "0.weight"))
     assert frozen_description.neurons == 5
-    assert frozen_description.rows[0].neurons == 3  # it still has them
+    assert frozen_description.rows[0].neurons == 3  # frozen neurons still show in their row
     assert "; 5 neurons" in str(frozen_description)
 
-
-# --- what is not balanced, and why ---------------------------------------------------------------
 
 RANDOM = torch.arange(12.0).reshape(3, 4).square()
 ONE_ZERO = RANDOM * torch.tensor([[1.0], [0.0], [1.0]])
@@ -125,20 +124,20 @@ REASONS = {
     "balanceable": (lambda: with_weight(nn.Linear(4, 3), RANDOM), ""),
     "zero": (
         lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM),
-        "3 of 3 neurons at the origin, until their first gradient",
+        "3 of 3 neurons zero, until their first gradient",
     ),
     "zero row": (
         lambda: with_weight(nn.Linear(4, 3), ONE_ZERO),
-        "1 of 3 neurons at the origin, until their first gradient",
+        "1 of 3 neurons zero, until their first gradient",
     ),
-    "padding": (lambda: nn.Embedding(5, 4, padding_idx=2), "1 of 5 neurons at the origin, until their first gradient"),
+    "padding": (lambda: nn.Embedding(5, 4, padding_idx=2), "1 of 5 neurons zero, until their first gradient"),
     "constant row": (
         lambda: with_weight(nn.Linear(4, 3), ONE_CONSTANT),
         "1 of 3 neurons constant, until their first gradient",
     ),
     "zero and constant rows": (
         lambda: with_weight(nn.Linear(4, 6), torch.cat([ONE_ZERO, ONE_CONSTANT])),
-        "2 of 6 neurons at the origin or constant, until their first gradient",
+        "2 of 6 neurons zero or constant, until their first gradient",
     ),
     "not a number": (
         lambda: with_weight(nn.Linear(4, 3), ONE_NAN),
@@ -146,13 +145,13 @@ REASONS = {
     ),
     "zero column": (
         lambda: with_weight(nn.ConvTranspose1d(3, 4, 1), (RANDOM * (torch.arange(4) > 0))[..., None]),
-        "1 of 4 neurons at the origin, until their first gradient",
+        "1 of 4 neurons zero, until their first gradient",
     ),
     "zero group": (
         lambda: with_weight(
             nn.ConvTranspose1d(4, 2, 2, groups=2), torch.randn(4, 1, 2) * (torch.arange(4) > 1)[:, None, None]
         ),
-        "1 of 2 neurons at the origin, until their first gradient",
+        "1 of 2 neurons zero, until their first gradient",
     ),
     "fan-in 1": (lambda: nn.Linear(1, 3), "gain: its fan-in is 1"),
     "fan-in 2": (lambda: nn.Linear(2, 3), "norm only: its fan-in is 2"),
@@ -167,14 +166,14 @@ REASONS = {
     "meta zeros": (lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM).to("meta"), ""),
     "complex": (
         lambda: nn.Linear(4, 3, dtype=torch.complex64),
-        "complex: hold it as a real parameter of twice the size (torch.view_as_real)",
+        COMPLEX,
     ),
-    "no entries": (lambda: nn.ParameterDict({"weight": zeros(3, 0)}), ""),
+    "no elements": (lambda: nn.ParameterDict({"weight": zeros(3, 0)}), ""),
 }
 
 
 @pytest.mark.parametrize(("make", "reason"), REASONS.values(), ids=REASONS)
-def test_the_reason_why_a_parameter_is_not_balanced(make, reason):
+def test_unbalanced_parameter_has_a_reason(make, reason):
     description = nero.describe(make())
     row = next(row for row in description.rows if row.name == "weight")
     assert row.unbalanced == reason
@@ -184,7 +183,7 @@ def test_the_reason_why_a_parameter_is_not_balanced(make, reason):
 
 
 @pytest.mark.parametrize("name", [name for name in REASONS if name not in ("not a number", "complex", "meta zeros")])
-def test_what_has_no_reason_is_balanced_and_what_has_one_is_not(name):
+def test_reason_agrees_with_what_the_optimiser_balances(name):
     make, reason = REASONS[name]
     model = make()
     nero.Nero(model)
@@ -198,7 +197,7 @@ def test_what_has_no_reason_is_balanced_and_what_has_one_is_not(name):
     assert int((~balanced).sum()) == stuck
 
 
-def test_the_reasons_gather_names_and_cut_long_lists():
+def test_reasons_list_names_and_cut_long_lists():
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)], nn.Linear(4, 2), nn.Linear(2, 3), nn.LayerNorm(3))
     section = str(nero.describe(frozen(model, "0.weight"))).partition("not balanced:\n")[2]
     assert section.splitlines() == [
@@ -210,11 +209,8 @@ def test_the_reasons_gather_names_and_cut_long_lists():
     assert "not balanced" not in str(nero.describe(nn.Linear(4, 3, bias=False)))
 
 
-# --- the text ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_the_text_is_a_table_in_columns(make):
+def test_text_is_aligned_in_columns(make):
     description = nero.describe(make())
     lines = str(description).splitlines()
     header, rule, *rows = lines[: 2 + len(description.rows)]
@@ -226,7 +222,7 @@ def test_the_text_is_a_table_in_columns(make):
         assert line == line.rstrip()
         cells = [line[start:end].rstrip() for start, end in itertools.zip_longest(starts, starts[1:])]
         assert all(cell and cell == cell.strip() for cell in cells)
-        for start in starts[1:]:  # every column begins after two spaces, with a letter or a number
+        for start in starts[1:]:  # every column starts after two spaces
             assert line[start - 2 : start] == "  "
             assert line[start] != " "
     for row, line in zip(description.rows, rows, strict=True):
@@ -235,12 +231,12 @@ def test_the_text_is_a_table_in_columns(make):
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_the_repr_is_the_text(make):
+def test_repr_is_the_text(make):
     description = nero.describe(make())
     assert repr(description) == str(description) == f"{description}"
 
 
-def test_the_text_in_full():
+def test_text_of_small_model_in_full():
     model = nn.Sequential(nn.Linear(1200, 1024, bias=False), nn.LayerNorm(1024), nn.Linear(1024, 2))
     assert str(nero.describe(frozen(model, "2.bias"))).splitlines() == [
         "name      shape        role    neurons x fan-in  state / Adam's     why",
@@ -260,7 +256,7 @@ def test_the_text_in_full():
     ]
 
 
-def test_overrides_show_in_the_table():
+def test_override_shows_in_the_table():
     description = nero.describe(nn.Linear(4, 3), {"weight": (0,)})
     assert (description.rows[0].neurons, description.rows[0].fan_in, description.rows[0].role.why) == (4, 3, "given")
 
@@ -280,12 +276,12 @@ def test_overrides_show_in_the_table():
         (2 * 10**12, "2 TB"),
     ],
 )
-def test_sizes_in_words(count, text):
+def test_bytes_format_with_unit(count, text):
     assert _bytes(count) == text
 
 
 @pytest.mark.parametrize(
     ("share", "text"), [(0.00171, "0.17 %"), (0.0999, "10 %"), (0.5, "50 %"), (0.996, "100 %"), (5, "500 %")]
 )
-def test_shares_in_words(share, text):
+def test_share_formats_as_percent(share, text):
     assert _percent(share) == text

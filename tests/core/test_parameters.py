@@ -1,0 +1,136 @@
+"""Parameters that Nero cannot train: errors that name the parameter and the fix."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nero
+
+
+def test_error_leaves_all_parameters_unchanged():
+    """Parameters before the bad one are not balanced either."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.ParameterList([torch.ones(2, dtype=torch.complex64)]))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="complex"):
+        nero.Nero(model)
+    optimiser = nero.Nero(extra := nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="complex"):
+        optimiser.add_param_group({"params": model})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert len(optimiser.param_groups) == 2
+    optimiser.add_param_group({"params": model[:2]})
+    assert nero.is_balanced(model[0])
+    assert nero.is_balanced(extra)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "kind", "message"),
+    [
+        (lambda: torch.randn(3, 2, dtype=torch.complex64), TypeError, "odd is complex.*view_as_real"),
+        (lambda: torch.randn(3, 2, device="meta"), ValueError, "odd is on the meta device.*to_empty"),
+        (lambda: torch.eye(3, 2).to_sparse(), TypeError, "odd is laid out as torch.sparse_coo.*dense"),
+        (lambda: torch.tensor([[1.0, math.nan]]), ValueError, "odd holds NaN or infinite values: initialise"),
+    ],
+    ids=["complex", "meta", "sparse", "NaN"],
+)
+def test_untrainable_parameter_raises(parameter, kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        nero.Nero([("good", nn.Parameter(torch.randn(3, 2))), ("odd", nn.Parameter(parameter()))])
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        (lambda: torch.randn(3, 2, dtype=torch.complex64), "odd is complex.*view_as_real"),
+        (lambda: torch.randn(3, 2).to(torch.float8_e4m3fn), "odd is torch.float8_e4m3fn.*bfloat16 or wider"),
+        (lambda: torch.randn(3, 2, device="meta"), "odd is on the meta device.*to_empty"),
+        (lambda: torch.full((3, 2), math.nan), "odd holds NaN or infinite values"),
+    ],
+    ids=["complex", "float8", "meta", "NaN"],
+)
+def test_untrainable_parameter_frozen_is_accepted(odd, message: str, backend: str):
+    """As quantised weights are under LoRA. Unfreezing such a parameter raises at the next step."""
+    model = nn.Linear(2, 3)
+    model.register_parameter("odd", nn.Parameter(odd(), requires_grad=False))
+    optimiser = nero.Nero(model, backend=backend)
+    assert nero.is_balanced(nero.balance_(model))
+    for fix_norm in (True, "initial"):
+        nero.balance_after_step(torch.optim.SGD([model.weight]), model, fix_norm=fix_norm)
+    before = model.weight.detach().clone()
+    model.weight.grad = torch.randn(3, 2)
+    optimiser.step()
+    assert not torch.equal(model.weight, before)
+    optimiser.load_state_dict(optimiser.state_dict())
+    model.odd.requires_grad_()
+    model.odd.grad = torch.zeros_like(model.odd)
+    with pytest.raises((TypeError, ValueError), match=message if backend != "triton" else "odd (is|holds)"):
+        optimiser.step()
+    assert model.odd not in optimiser.state
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(3, 4).to(torch.float8_e4m3fn), r"is torch.float8_e4m3fn: train it in"),
+        (torch.full((3, 4), math.nan), "holds NaN or infinite values"),
+    ],
+    ids=["float8", "NaN"],
+)
+def test_untrainable_parameter_unfrozen_raises_before_step(values: Tensor, message: str, on_nonfinite: str):
+    first, late = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4), requires_grad=False)
+    odd = nn.Parameter(values.clone(), requires_grad=False)
+    optimiser = nero.Nero([{"params": [first, late]}, {"params": [odd]}], on_nonfinite=on_nonfinite)
+    before = [first.detach().clone(), late.detach().clone()]
+    late.requires_grad_(), odd.requires_grad_()
+    first.grad, late.grad, odd.grad = torch.randn(3, 4), torch.randn(3, 4), torch.zeros_like(odd)
+    with pytest.raises((TypeError, ValueError), match=f"parameter 0 of group 1 {message}"):
+        optimiser.step()
+    assert torch.equal(first, before[0])
+    assert torch.equal(late, before[1]), "not even balanced"
+
+
+def test_flat_parameter_of_fsdp1_raises():
+    flat = nn.Parameter(torch.randn(10))
+    flat._is_flat_param = True
+    with pytest.raises(TypeError, match=r"FSDP1.*fully_shard"):
+        nero.Nero([("module._flat_param", flat)])
+
+
+@torch.inference_mode()
+def _made_for_inference() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def test_parameter_created_in_inference_mode_raises():
+    with pytest.raises(ValueError, match=r"weight was created under torch.inference_mode\(\).*outside"):
+        nero.Nero(_made_for_inference())
+    model = nn.Sequential(_made_for_inference(), nn.Linear(2, 3))
+    with torch.inference_mode():
+        model[0].requires_grad_(False)
+    nero.Nero(model)
+
+
+def test_lazy_parameter_raises():
+    lazy = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match=r"'weight' has no shape yet.*run a batch"):
+        nero.Nero(lazy)
+    with pytest.raises(ValueError, match="has no shape yet"):
+        nero.Nero(lazy.parameters())
+
+
+@pytest.mark.parametrize("params", [[], iter([]), nn.ReLU()], ids=["list", "iterator", "module"])
+def test_no_parameters_raises(params):
+    with pytest.raises(ValueError, match="empty"):
+        nero.Nero(params)
+
+
+@pytest.mark.parametrize(
+    "params", [torch.randn(3), [{"params": {torch.randn(3)}}], [3.0], None], ids=["tensor", "set", "float", "None"]
+)
+def test_params_of_wrong_type_raises(params):
+    with pytest.raises(TypeError):
+        nero.Nero(params)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from nero_lab.data import formats, sources
 from nero_lab.data.dataset import Augment
 from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder, read_verified, verify
+from nero_lab.data.normalisation import scale_and_shift
 
 #: Images per batch of an evaluation.
 EVAL_BATCH = 1000
@@ -85,7 +85,7 @@ class ImageDataset:
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Return ``(pixels / 255 - mean) / std`` in float32, on the device of the pixels."""
-        scale, shift = _affine(self.mean, self.std, pixels.device)
+        scale, shift = (part.view(-1, 1, 1) for part in scale_and_shift(self.mean, self.std, pixels.device))
         return torch.mul(pixels, scale).add_(shift)
 
 
@@ -145,10 +145,3 @@ def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
 def _channels_last(images: Tensor) -> Tensor:
     # tensor cores run convolutions fastest in this layout
     return images.contiguous(memory_format=torch.channels_last)
-
-
-@cache  # copying to a GPU synchronises with it, so do it once
-def _affine(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    scale = [1 / (255 * deviation) for deviation in std]
-    shift = [-middle / deviation for middle, deviation in zip(mean, std, strict=True)]
-    return (torch.tensor(scale, device=device).view(-1, 1, 1), torch.tensor(shift, device=device).view(-1, 1, 1))

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import cache
 from importlib.util import find_spec
 from typing import Self
 
@@ -26,6 +25,7 @@ from nero_lab.data.crops import crop_and_resize, random_boxes, random_flips
 from nero_lab.data.decoder_pool import DecoderPool
 from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
+from nero_lab.data.normalisation import scale_and_shift
 
 #: ImageNet's moments of each channel, for pixels in [0, 1].
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -135,7 +135,7 @@ class Photos(ABC):
 
     def _normalise(self, pixels: Tensor) -> Tensor:
         """Normalise (N, H, W, C) in [0, 255], and return it as (N, C, H, W) in channels-last layout."""
-        scale, shift = _affine(pixels.device)
+        scale, shift = scale_and_shift(MEAN, STD, pixels.device)
         return torch.mul(pixels, scale).add_(shift).permute(0, 3, 1, 2)
 
 
@@ -317,10 +317,3 @@ def _decode_all(listing: Listing, height: int, width: int, pool: DecoderPool) ->
 
 def _processes(pool: DecoderPool) -> str:
     return f"{pool.count} processes" if pool.count > 1 else "one process"
-
-
-@cache  # copying to a GPU synchronises with it, so do it once
-def _affine(device: torch.device) -> tuple[Tensor, Tensor]:
-    scale = [1 / (255 * deviation) for deviation in STD]
-    shift = [-middle / deviation for middle, deviation in zip(MEAN, STD, strict=True)]
-    return torch.tensor(scale, device=device), torch.tensor(shift, device=device)

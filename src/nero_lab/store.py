@@ -1,4 +1,7 @@
-"""Files of a run: a checkpoint while it trains, and one JSON record when it is done."""
+"""Files of a run: a checkpoint while it trains, and one JSON record when it is done.
+
+``TASK/RUN.json`` holds the record of one run, ``TASK.jsonl`` those of many, one a line.
+"""
 
 import json
 import os
@@ -78,10 +81,15 @@ class Store:
             StoreError: if the file is damaged, belongs to another run, or lacks weights that this store keeps.
         """
         path = self.path(task, settings, ".json")
-        if not path.exists():
-            return None
-        record = _parse_record(_read(path), str(path))
         wanted = {**asdict(settings), "batch": task.batch, "options": _options(task, settings)}
+        if path.exists():
+            record = _parse_record(_read(path), str(path))
+        else:
+            path = self.root / f"{task.name}.jsonl"
+            packed = (each for each in _read_lines(path) if all(each.get(key) == wanted[key] for key in wanted))
+            record = next(packed, {})
+            if not record:
+                return None
         if differing := [key for key, value in wanted.items() if record.get(key) != value]:
             key = differing[0]
             raise StoreError(f"{path} is the record of another run with {key} {record.get(key)!r}: move it away")
@@ -220,11 +228,20 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     """
     if not root.is_dir():
         raise StoreError(f"there is no folder {root}: give --records the --out of `nero run` or `nero sweep`")
-    sources = [(str(path), _read(path)) for path in sorted(root.glob("*/*.json"))]
-    for path in sorted(root.glob("*.jsonl")):
-        lines = enumerate(_read(path).splitlines(), 1)
-        sources += [(f"{path}:{number}", line) for number, line in lines if line.strip()]
-    return [{**_parse_record(text, source), "path": source} for source, text in sources]
+    single = [{**_parse_record(_read(path), str(path)), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
+    return single + [record for path in sorted(root.glob("*.jsonl")) for record in _read_lines(path)]
+
+
+def pack_records(root: Path) -> None:
+    """Move the records of ``TASK/RUN.json`` files to the end of ``TASK.jsonl``, one line a run."""
+    for folder in sorted({path.parent for path in root.glob("*/*.json")}):
+        packed = root / f"{folder.name}.jsonl"
+        lines = _read(packed).splitlines() if packed.exists() else []
+        single = sorted(folder.glob("*.json"))
+        lines += [json.dumps(_parse_record(_read(path), str(path))).encode() for path in single]
+        write_bytes(packed, b"".join(line + b"\n" for line in lines))
+        for path in single:
+            path.unlink()
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -244,6 +261,13 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}; move it away, or fix its permissions") from error
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a ``.jsonl`` file, and add the ``path`` of each; none if there is no file."""
+    lines = enumerate(_read(path).splitlines() if path.exists() else [], 1)
+    numbered = [(f"{path}:{number}", line) for number, line in lines if line.strip()]
+    return [{**_parse_record(line, source), "path": source} for source, line in numbered]
 
 
 def _parse_record(text: bytes, source: str) -> dict[str, Any]:

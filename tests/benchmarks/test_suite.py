@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import nero
-from nero_lab.data import Images, Pictures, corpus, pairs
+from nero_lab.data import Images, ImageDataset, corpus, pairs
 from nero_lab.data.arcade import Game
 from nero_lab.image_metrics import Judge
 from nero_lab.loops.adversarial import Adversarial
 from nero_lab.loops.ppo import PPO
 from nero_lab.models.actor_critic import ActorCritic
-from nero_lab.models.biggan import Pair
+from nero_lab.models.biggan import GANPair
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
@@ -48,18 +48,18 @@ def made(name: str, _: object = None):
         return Game(name, BlankEmulator)
     if name == "wikitext2":
         text = [f"word{i * i % 7}" for i in range(20 * (EXAMPLES // 20 * 35 + 1))]
-        return corpus.numbered(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
+        return corpus.build_corpus(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
     if name == "multi30k":
         sentences = [[f"wort{i * k % 5}" for k in range(1 + i % 9)] for i in range(EXAMPLES)]
         both = [(one, [word.replace("o", "") for word in one]) for one in sentences]
-        return pairs.numbered(name, both, both[:10], both[:10])
+        return pairs.build_pairs(name, both, both[:10], both[:10])
     channels, size = {"mnist": (1, 28), "cifar10": (3, 32)}[name]
 
     def images(count: int) -> Images:
         pixels = torch.randint(256, (count, channels, size, size), dtype=torch.uint8)
         return Images(pixels, torch.arange(count) % 10)
 
-    return Pictures(name, images(EXAMPLES), images(10), (0.5,) * channels, (0.25,) * channels)
+    return ImageDataset(name, images(EXAMPLES), images(10), (0.5,) * channels, (0.25,) * channels)
 
 
 def tiny_judges(_: torch.device) -> list[Judge]:
@@ -69,7 +69,7 @@ def tiny_judges(_: torch.device) -> list[Judge]:
 @pytest.fixture
 def small_suite(monkeypatch: pytest.MonkeyPatch):
     """Replace networks, batches and data by small ones."""
-    pair, judged = partial(Pair, base=1), partial(Adversarial, judges=tiny_judges)
+    pair, judged = partial(GANPair, base=1), partial(Adversarial, metrics=tiny_metrics)
     monkeypatch.setitem(suite.TASKS, "cgan", replace(suite.TASKS["cgan"], model=pair, loop=judged, batch=8))
     pong = replace(suite.TASKS["pong"], model=partial(ActorCritic, width=1 / 32))
     monkeypatch.setitem(suite.TASKS, "pong", pong)
@@ -140,7 +140,7 @@ def test_cells_side_by_side_are_timed_together():
 def test_warm_up_covers_every_capture():
     """The GAN's smaller last batch, and Pong's learner, are captured before steps are timed."""
     game = PPO()
-    assert max(50_000 / suite.TASKS["cgan"].batch, 2 * (game.steps + game.updates)) < suite.WARM_UP_STEPS
+    assert max(50_000 / suite.TASKS["cgan"].batch, 2 * (game.steps + game.round_updates)) < suite.WARM_UP_STEPS
 
 
 @pytest.mark.parametrize("epochs", ["0", "5"])

@@ -11,7 +11,7 @@ import torch
 import trust
 
 import nero
-from nero_lab.data import Images, Pictures
+from nero_lab.data import Images, ImageDataset
 from nero_lab.models.mlp import mlp
 
 
@@ -22,7 +22,7 @@ def test_main_measures_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         pixels = torch.randint(256, (count, 1, 8, 8), generator=noise, dtype=torch.uint8)
         return Images(pixels[:1].expand_as(pixels), torch.arange(count) % 10)  # one image of all classes: unlearnable
 
-    monkeypatch.setattr(trust, "load", lambda *_: Pictures("mnist", images(40), images(10), (0.5,), (0.25,)))
+    monkeypatch.setattr(trust, "load", lambda *_: ImageDataset("mnist", images(40), images(10), (0.5,), (0.25,)))
     task = replace(trust.TASKS["perceptron-5"], model=partial(mlp, 2, width=64))
     networks = (("perceptron of 2 layers", "perceptron-5", 20), ("other", "imagenet", 20))
     monkeypatch.setattr(trust, "NETWORKS", networks)

@@ -15,7 +15,7 @@ from rich.console import Console
 from nero_lab import sweep
 from nero_lab.data import ImageDataset, Images, pairs
 from nero_lab.data.augmentation import crop_flip_rotate
-from nero_lab.data.corpus import numbered
+from nero_lab.data.corpus import build_corpus
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import reparameterised
 from nero_lab.models.resnet import resnet18
@@ -32,11 +32,11 @@ def make_data(name="cifar10", examples=20, tests=10, seed=0):
     """Make labelled noise in a data set's shape, brighter from class to class, or sequences of words."""
     if name == "wikitext2":
         text = [f"word{i * i % 7}" for i in range(20 * (examples // 20 * 35 + 1))]
-        return numbered(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
+        return build_corpus(name, text, text[: 10 * 36 + 5], text[: 10 * 36])
     if name == "multi30k":
         sentences = [[f"wort{i * k % 5}" for k in range(1 + i % 9)] for i in range(examples)]
         both = [(one, [word.replace("o", "") for word in one]) for one in sentences]
-        return pairs.numbered(name, both, both[:tests], both[:tests])
+        return pairs.build_pairs(name, both, both[:tests], both[:tests])
     shape = {"mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[name]
     generator = torch.Generator().manual_seed(seed)
 

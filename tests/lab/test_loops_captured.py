@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from lab.helpers import TINY, finish, make_data
-from nero_lab.loops.captured import Captured
+from nero_lab.loops.cuda_graph import CapturedStep
 
 from nero_lab.baselines import lamb
 from nero_lab.data import pairs
@@ -18,7 +18,7 @@ from nero_lab.tasks import TASKS
 
 def test_captured_on_cpu_calls_function():
     seen = []
-    step = Captured(lambda one, two: seen.append(one + two), list, None)
+    step = CapturedStep(lambda one, two: seen.append(one + two), list, None)
     step(torch.ones(2), torch.ones(2))
     assert seen[0].tolist() == [2, 2]
     assert not step.graphs
@@ -50,7 +50,7 @@ def test_capture_restores_state_and_generator(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
-    step = Captured(add, lambda: [total], "stream", generator=generator, pool="pool")
+    step = CapturedStep(add, lambda: [total], "stream", generator=generator, pool="pool")
     capture = step._capture
     monkeypatch.setattr(step, "_capture", lambda held: (graph := capture(held), setattr(graph, "held", held))[0])
     ones, expected = torch.ones(1), torch.Generator()
@@ -73,7 +73,7 @@ def test_captured_steps_match_eager_steps(contender, monkeypatch):
     data, settings = make_data().to("cuda"), TINY.settings(contender)
     captured = finish(Supervised(TINY, settings, data))
     assert len(captured._learn.graphs) == 2  # for batches of eight, and for the last of four
-    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
+    monkeypatch.setattr(CapturedStep, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = finish(Supervised(TINY, settings, data))
     assert captured.curve["train_loss"] == pytest.approx(plain.curve["train_loss"], rel=1e-3)
     for name, value in plain.model.state_dict().items():
@@ -84,7 +84,7 @@ def test_captured_steps_match_eager_steps(contender, monkeypatch):
 @pytest.mark.parametrize("contender", TASKS["wikitext2"].contenders)
 @pytest.mark.parametrize(("name", "graphs"), [("wikitext2", 1), ("translation", 2)])
 def test_captured_text_steps_match_eager_steps(name, graphs, contender, monkeypatch):
-    monkeypatch.setattr(pairs, "ROOM", 8)
+    monkeypatch.setattr(pairs, "POSITIONS_MULTIPLE", 8)
     data = make_data(TASKS[name].dataset, examples=60).to("cuda")
     small = {"width": 16, "hidden": 16, "layers": 1}
     models = {"wikitext2": partial(language_model, 7, **small), "translation": partial(Translator, 14, **small)}
@@ -92,7 +92,7 @@ def test_captured_text_steps_match_eager_steps(name, graphs, contender, monkeypa
     settings = task.settings(contender, epochs=2)
     captured = finish(Supervised(task, settings, data))
     assert len(captured._learn.graphs) >= graphs
-    monkeypatch.setattr(Captured, "__call__", lambda self, *inputs, **_: self.function(*inputs))
+    monkeypatch.setattr(CapturedStep, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = finish(Supervised(task, settings, data))
     for name, values in plain.curve.items():
         assert captured.curve[name] == pytest.approx(values, rel=1e-3, abs=2e-3)

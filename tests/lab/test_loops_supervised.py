@@ -9,9 +9,9 @@ import torch.nn.functional as F  # noqa: N812
 from lab.helpers import CPU, FAST, TINY, finish, make_data
 from torch import nn
 
-from nero_lab import data as data_module
+from nero_lab.data import images as data_module
 from nero_lab.data import corpus, pairs
-from nero_lab.loops.supervised import LAG, Supervised
+from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
@@ -32,7 +32,7 @@ def test_evaluation_any_batch_size_matches_one_batch(dataset, monkeypatch):
     for part in data.parts:
         for module in (data_module, corpus, pairs):
             monkeypatch.setattr(module, "METRIC_BATCH", 10**6)
-        whole = training._look(part)
+        whole = training._evaluate(part)
         ((*inputs, labels),) = data.batches(part)
         with torch.no_grad():
             logits = training.model(*inputs)
@@ -42,7 +42,7 @@ def test_evaluation_any_batch_size_matches_one_batch(dataset, monkeypatch):
         for module in (data_module, corpus, pairs):
             monkeypatch.setattr(module, "METRIC_BATCH", 3)
         assert len(list(data.batches(part))) > 2
-        assert training._look(part).tolist() == pytest.approx(wanted, rel=1e-5)
+        assert training._evaluate(part).tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_supervised_training_learns():
@@ -77,19 +77,19 @@ def test_delayed_epoch_numbers_are_the_same(lag, monkeypatch):
     """On a GPU an epoch's numbers are read some steps later. They come once each, and checkpoints include them."""
     data, settings = make_data(), FAST.settings("nero")
     prompt = Supervised(FAST, settings, data)
-    monkeypatch.setitem(LAG, "cpu", lag)
+    monkeypatch.setitem(READ_DELAY_STEPS, "cpu", lag)
     delayed = Supervised(FAST, settings, data)
     arrivals = []
     while not prompt.finished:
         prompt.advance()
         delayed.advance()
-        assert prompt.known == prompt.epoch
-        if delayed.known > len(arrivals):
+        assert prompt.epochs_known == prompt.epoch
+        if delayed.epochs_known > len(arrivals):
             arrivals.append((delayed.epoch, delayed.step))
             assert delayed.curve == prompt.curve
-            assert delayed.known == delayed.epoch
+            assert delayed.epochs_known == delayed.epoch
         if delayed.step == 0:
-            assert (delayed.known == delayed.epoch) == delayed.finished
+            assert (delayed.epochs_known == delayed.epoch) == delayed.finished
     steps = min(lag, delayed.steps_per_epoch - 1)
     assert arrivals == [*((epoch, steps) for epoch in range(1, settings.epochs)), (settings.epochs, 0)]
     unfinished = Supervised(FAST, settings, data)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nero_lab.data import DataError
 from nero_lab.loops.supervised import Supervised
-from nero_lab.loops.training import products_in
+from nero_lab.loops.training import matmul_precision
 from nero_lab.protocol import SettingError
 from nero_lab.store import Store, StoreError
 from nero_lab.sweep import train
@@ -111,9 +111,9 @@ def test_checkpoint_older_than_an_option_resumes(optimiser, option, tmp_path):
     ("where", "error"),
     [
         ("_build", KeyError),
-        ("go_on_from", torch.OutOfMemoryError),
-        ("go_on_from", SettingError),
-        ("go_on_from", DataError),
+        ("restore", torch.OutOfMemoryError),
+        ("restore", SettingError),
+        ("restore", DataError),
     ],
 )
 def test_unrelated_error_is_not_blamed_on_checkpoint(loop, where, error, tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_unrelated_error_is_not_blamed_on_checkpoint(loop, where, error, tmp_pat
 def test_products_in_sets_and_restores_precision():
     before = torch.get_float32_matmul_precision()
     for name, precision in (("float32", "highest"), ("tf32", "high")):
-        with products_in(name):
+        with matmul_precision(name):
             assert torch.backends.cudnn.enabled
             assert torch.backends.cudnn.benchmark
             assert torch.backends.cudnn.allow_tf32 == (name == "tf32")

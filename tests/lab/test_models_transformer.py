@@ -55,7 +55,7 @@ def test_text_model_every_dropout_is_active(make):
 
 def test_language_model_matches_torch_layers():
     torch.manual_seed(0)
-    ours = language_model(50, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.2).eval()
+    ours = language_model(50, width=12, heads=3, hidden=8, layers=2, max_length=9, dropout=0.2).eval()
     embedding, *blocks, decoder = ours
     words = torch.randint(50, (4, 7))
     places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
@@ -95,7 +95,7 @@ def test_language_model_tensors_match_the_paper():
 @pytest.mark.parametrize("scaled", [False, True])
 def test_translator_matches_torch_layers(scaled):
     torch.manual_seed(0)
-    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, longest=9, dropout=0.1, scaled=scaled).eval()
+    ours = Translator(30, width=12, heads=3, hidden=8, layers=2, max_length=9, dropout=0.1, scaled=scaled).eval()
     words = torch.randint(1, 30, (4, 2, 7))
     words[0, 0, 5:] = words[2, 0, 3:] = 0  # shorter sentences
     places = torch.arange(7)[:, None] / 10000 ** (torch.arange(0, 12, 2) / 12)
@@ -131,7 +131,7 @@ def test_translator_matches_torch_layers(scaled):
 
 def test_translator_packed_words_match_padded_rows(monkeypatch):
     """Compare outputs and all gradients. Blanks get no gradient."""
-    monkeypatch.setattr(pairs, "ROOM", 4)
+    monkeypatch.setattr(pairs, "POSITIONS_MULTIPLE", 4)
     data = make_data("multi30k", examples=12, tests=3)
     ours = Translator(len(data.vocabulary), width=12, heads=3, hidden=8, layers=2, dropout=0.0).double()
     for words, places, labels in data.train.batches(5):
@@ -160,7 +160,7 @@ def test_translate_is_greedy_decoding():
     torch.manual_seed(1)
     model = Translator(12, width=16, heads=2, hidden=16, layers=1, dropout=0.1).eval()
     sources = torch.tensor([[2, 5, 6, 3], [2, 7, 3, 0], [2, 4, 4, 3]])
-    found = model.translate(sources, begin=2, end=3, longest=6).tolist()
+    found = model.translate(sources, begin=2, end=3, max_length=6).tolist()
     for source, sentence in zip(sources, found, strict=True):
         written = [2]
         while len(written) < 7 and written[-1] != 3:

@@ -8,7 +8,7 @@ import torch
 from lab.helpers import FAST, checkpoint_every_step, make_data, make_display
 
 from nero_lab import progress
-from nero_lab.loops.supervised import LAG, Supervised
+from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
 from nero_lab.store import Store
 from nero_lab.sweep import train
 from nero_lab.tasks import TASKS
@@ -71,7 +71,7 @@ def test_log_shows_lines_and_resumption(tmp_path):
 @pytest.mark.usefixtures("verbose")
 def test_gpu_within_epoch_is_not_synchronised(tmp_path, monkeypatch):
     """Within an epoch, a line shows the share of the steps and the numbers of the last epoch."""
-    monkeypatch.setattr(Supervised, "so_far", None)  # it would wait for the GPU
+    monkeypatch.setattr(Supervised, "running_metrics", None)  # it would wait for the GPU
     training = Supervised(FAST, FAST.settings("sgd"), make_data())
     training.device = torch.device("cuda")  # read by the display only
     display, stream = make_display(False, tmp_path)
@@ -94,7 +94,7 @@ def test_tensorboard_has_every_epoch_once(stop_after, lag, tmp_path, monkeypatch
     """Also after a stop at a step when an epoch's numbers were not read yet."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setitem(LAG, "cpu", lag)
+    monkeypatch.setitem(READ_DELAY_STEPS, "cpu", lag)
     checkpoint_every_step(monkeypatch)
     settings = FAST.settings("sgd")
     if stop_after:

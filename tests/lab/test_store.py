@@ -13,7 +13,7 @@ from lab.helpers import CPU, FAST, TINY, RecordingObserver, make_data, start_run
 from nero_lab.loops import adversarial
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender
-from nero_lab.store import Store, StoreError, read_records
+from nero_lab.store import Store, StoreError, pack_records, read_records
 from nero_lab.sweep import train
 
 
@@ -221,3 +221,15 @@ def test_unreadable_record_raises_with_its_path(tmp_path):
 def test_read_records_without_folder_raises(tmp_path):
     with pytest.raises(StoreError, match="there is no folder"):
         read_records(tmp_path / "nowhere")
+
+
+def test_packed_records_are_found_and_not_run_again(tmp_path):
+    store, observer = Store(tmp_path), RecordingObserver()
+    runs = [FAST.settings("sgd", seed=seed, epochs=1) for seed in (0, 1)]
+    records = train(FAST, runs, make_data(), store, observer)
+    pack_records(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*.json*")] == [f"{FAST.name}.jsonl"]
+    assert [{**found, "path": None} for found in read_records(tmp_path)] == [{**each, "path": None} for each in records]
+    assert store.record(FAST, FAST.settings("sgd", seed=2, epochs=1)) is None
+    again = train(FAST, runs, make_data(), store, observer)
+    assert [found["seconds"] for found in again] == [record["seconds"] for record in records]

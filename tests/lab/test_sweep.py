@@ -187,7 +187,7 @@ def test_bad_checkpoint_raises_before_training(tmp_path):
         (None, [5, 4, 4]),  # before the step
         ("_begin_epoch", [4, 3, 3]),
         ("_update", [5, 0, 4]),  # within the step: its state is inconsistent, and not saved
-        ("_look", [3, 3, 2]),
+        ("_evaluate", [3, 3, 2]),
     ],
 )
 def test_error_in_one_run_saves_consistent_runs(where, resumed_at, tmp_path, monkeypatch):
@@ -196,7 +196,7 @@ def test_error_in_one_run_saves_consistent_runs(where, resumed_at, tmp_path, mon
     method = getattr(Supervised, where or "advance")
 
     def fail(self, *arguments):
-        if self.settings.seed == 1 and self.steps_done == (3 if where in ("_begin_epoch", "_look") else 4):
+        if self.settings.seed == 1 and self.steps_done == (3 if where in ("_begin_epoch", "_evaluate") else 4):
             raise DataError("an image does not decode")
         return method(self, *arguments)
 

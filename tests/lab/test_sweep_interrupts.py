@@ -20,7 +20,7 @@ def test_signal_after_last_run_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["_update", "_look", "_begin_epoch"])
+@pytest.mark.parametrize("where", ["_update", "_evaluate", "_begin_epoch"])
 def test_interrupt_at_any_moment_saves_all_runs(where, asked, tmp_path, monkeypatch):
     data, runs = make_data(), [FAST.settings(name) for name in ("sigma-100", "nero")]
     undisturbed = train(FAST, runs, data, Store(tmp_path / "undisturbed"), RecordingObserver(), side_by_side=2)

@@ -77,7 +77,7 @@ def test_text_tasks_settings_match_the_authors():
     options = {name: dict(contender.options) for name, contender in words.contenders.items()}
     assert options == {"nero": {}, "sgd": {"clip": 0.25}, "adam": {}, "lamb": {}}
     assert not any(contender.options for contender in pairs_.contenders.values())
-    assert (corpus.LENGTH, corpus.STREAMS, pairs.OFTEN, pairs.LONGEST) == (35, 20, 3, 100)
+    assert (corpus.ROW_WORDS, corpus.TRAIN_STREAMS, pairs.MIN_OCCURRENCES, pairs.MAX_TRAIN_WORDS) == (35, 20, 3, 100)
 
 
 def test_translation_perfect_output_has_bleu_100(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 import nero
-from nero_lab.data import Images, ImageDataset, corpus, pairs
+from nero_lab.data import ImageDataset, Images, corpus, pairs
 from nero_lab.data.arcade import Game
 from nero_lab.image_metrics import Judge
 from nero_lab.loops.adversarial import Adversarial

@@ -11,7 +11,7 @@ import torch
 import trust
 
 import nero
-from nero_lab.data import Images, ImageDataset
+from nero_lab.data import ImageDataset, Images
 from nero_lab.models.mlp import mlp
 
 

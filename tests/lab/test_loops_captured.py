@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 from lab.helpers import TINY, finish, make_data
-from nero_lab.loops.cuda_graph import CapturedStep
 
 from nero_lab.baselines import lamb
 from nero_lab.data import pairs
+from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.tasks import TASKS

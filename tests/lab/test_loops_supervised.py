@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812
 from lab.helpers import CPU, FAST, TINY, finish, make_data
 from torch import nn
 
-from nero_lab.data import images as data_module
 from nero_lab.data import corpus, pairs
+from nero_lab.data import images as data_module
 from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model

@@ -36,7 +36,7 @@ def balance_tensor_(
         wide = _wide(view)
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
         size = radius if fix_norm else norm(wide, axes)
-        projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius, refine=True).tensor
+        projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
         balanced = torch.where(off <= rounding_error(tensor.dtype) * size, wide, projected)
         view.copy_(rounded(balanced, view.dtype, "nearest"))
     return tensor

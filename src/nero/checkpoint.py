@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nero.groups import name_of, role_in
-from nero.options import LATER, OPTIONS, check_options
+from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
 from nero.rule import statistics_dtype
 from nero.state import state_shape
@@ -40,12 +40,12 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
     saved_groups, saved_state = _checked_groups(incoming, groups)
     loaded = {}
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
-        if missing := set(OPTIONS) - set(saved) - set(LATER):
+        if missing := set(OPTIONS) - set(saved) - set(MISSING_IN_OLD_CHECKPOINTS):
             raise ValueError(
                 f"group {number} of the checkpoint lacks the options {sorted(missing)}: it is of another optimiser, or "
                 "of another version of nero.Nero; if so, add them to its param_groups"
             )
-        check_options({**{name: OPTIONS[name].default for name in LATER}, **saved})
+        check_options({**{name: OPTIONS[name].default for name in MISSING_IN_OLD_CHECKPOINTS}, **saved})
         for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
             name = name_of(groups, own, index)
             saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
@@ -57,7 +57,7 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
                     f"{name} holds {saved_role} in the checkpoint, and {role} in this optimiser: build it with the "
                     "same roles"
                 )
-            if saved_state.get(key):  # empty if someone read the state of a frozen parameter
+            if saved_state.get(key, {}) != {}:  # empty if someone read the state of a frozen parameter
                 loaded[parameter] = _loaded_entry(name, parameter, role, saved_state[key])
     return loaded
 
@@ -96,7 +96,10 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
         if key not in wanted:
             state[key] = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
             continue
-        tensor = torch.as_tensor(value).detach()
+        try:
+            tensor = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"the checkpoint's {key} of {name} must be a tensor, got {value!r}") from error
         if tuple(tensor.shape) != wanted[key]:
             raise ValueError(
                 f"the checkpoint's {key} of {name} has the shape {tuple(tensor.shape)}, but {wanted[key]} is needed: "

@@ -14,15 +14,24 @@ from nero.auto.counter import DepthCounter, check_countable
 from nero.balance import initial_radius
 from nero.checkpoint import groups_to_load, state_to_load
 from nero.groups import Part, matched, name_of, param_groups, parts_of, role_in
-from nero.options import LATER, OPTIONS, Backend, FixNorm, OnNonfinite, Rounding, check_lr, check_options
+from nero.options import (
+    MISSING_IN_OLD_CHECKPOINTS,
+    OPTIONS,
+    Backend,
+    FixNorm,
+    OnNonfinite,
+    Rounding,
+    check_lr,
+    check_options,
+)
 from nero.parameters import check_parameter, check_trainable
 from nero.roles import Role
 from nero.state import initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
-#: All options but the learning rate, which may change at every step.
-_fixed_options = itemgetter(*(name for name in OPTIONS if name != "lr"))
+#: All options but the learning rate, which schedulers change at every step.
+_options_but_lr = itemgetter(*(name for name in OPTIONS if name != "lr"))
 
 
 class Nero(torch.optim.Optimizer):
@@ -84,7 +93,7 @@ class Nero(torch.optim.Optimizer):
     """
 
     _plan: backends.Plan | None
-    _depth: DepthCounter
+    _depth_counter: DepthCounter
     _options: list[tuple[Any, ...]]
 
     def __init__(
@@ -123,7 +132,7 @@ class Nero(torch.optim.Optimizer):
             "depth": ("auto" if is_auto else 1.0) if depth is None else depth,
             "backend": backend,
         }
-        defaults = {name: given.get(name, option.default) for name, option in OPTIONS.items()}
+        defaults = {name: option.default for name, option in OPTIONS.items()} | given
         if defaults["depth"] == "auto":
             if not isinstance(params, nn.Module):
                 raise ValueError(
@@ -133,7 +142,7 @@ class Nero(torch.optim.Optimizer):
             check_countable(params)
         check_options(defaults)
         self._roles: dict[Tensor, Role] = {}
-        self._entering: list[dict[str, Any]] | None = []
+        self._entering: list[dict[str, Any]] | None = []  # groups to balance when all are added; None: at once
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         self._enter_added()
@@ -178,8 +187,8 @@ class Nero(torch.optim.Optimizer):
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             self._check_changes()
-            self._depth.warn()
-        self._depth.check()
+            self._depth_counter.warn()
+        self._depth_counter.check()
         for group in self.param_groups:
             if group["on_nonfinite"] == "raise":
                 self._raise_if_nonfinite(group)
@@ -218,13 +227,13 @@ class Nero(torch.optim.Optimizer):
             TypeError: if ``model`` is not a module.
             ValueError: if no group has a parameter of it, or if it is scripted.
         """
-        self._depth.watch(model)
+        self._depth_counter.watch(model)
         self.defaults["depth"] = "auto"  # also for groups that are added later
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for options in (self.defaults, *self.param_groups):
-            for name in LATER:
+            for name in MISSING_IN_OLD_CHECKPOINTS:
                 options.setdefault(name, OPTIONS[name].default)
         self._roles = {}  # a copy has other parameters, a loaded state other options
         self._entering = None
@@ -260,10 +269,10 @@ class Nero(torch.optim.Optimizer):
             after.remove()
 
     def _reset(self) -> None:
-        """Forget what was derived from groups and state."""
+        """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
-        self._depth = getattr(self, "_depth", None) or DepthCounter(self)
-        self._options = []  # makes the next step validate options and plan anew
+        self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
+        self._options = []
 
     def _groups(self) -> list[backends.Group]:
         """Return the groups as backends see them, after parameters that were unfrozen have entered."""
@@ -288,11 +297,13 @@ class Nero(torch.optim.Optimizer):
 
     def _check_changes(self) -> None:
         """Validate options that were set on groups since the last step."""
-        options = list(map(_fixed_options, self.param_groups))
+        options = list(map(_options_but_lr, self.param_groups))
         if options != self._options:
             for group in self.param_groups:
                 check_options(group, wait=False)
                 self._check_roles(group)
+                if group["params"]:
+                    backends.check_backend(group["backend"], name_of(self.param_groups, group, 0))
             if self._plan is not None:
                 self._plan.retire()
             self._options = options
@@ -326,7 +337,7 @@ class Nero(torch.optim.Optimizer):
                 self._roles.update(zip(group["params"], roles, strict=True))
                 self._entering.append(group)
                 if is_counted and "depth" not in given and group["depth"] != "auto":
-                    self._depth.join(group)
+                    self._depth_counter.join(group)
         except BaseException:
             del self.param_groups[count:]
             self._entering = None if is_outermost else self._entering

@@ -24,21 +24,21 @@ class Option:
     expected: str
 
 
-def _number(default: float, accepts: Callable[[float], bool], expected: str, also: object = ()) -> Option:
+def _number(default: float | None, accepts: Callable[[float], bool], expected: str, *others: object) -> Option:
     return Option(
         default,
-        lambda value: (also != () and value == also) or (not isinstance(value, Tensor) and accepts(as_float(value))),
+        lambda value: not isinstance(value, Tensor) and (_is_one_of(value, others) or accepts(as_float(value))),
         expected,
     )
 
 
 def _choice(default: object, *choices: object) -> Option:
+    return Option(default, lambda value: _is_one_of(value, choices), f"one of {list(choices)}")
+
+
+def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
     # identity, so that 1 is not taken for True; strings may be equal without being identical
-    return Option(
-        default,
-        lambda value: any(value is choice or (isinstance(value, str) and value == choice) for choice in choices),
-        f"one of {list(choices)}",
-    )
+    return any(value is choice or (isinstance(value, str) and value == choice) for choice in choices)
 
 
 #: Every option of a group, in the order of the signature of :class:`nero.Nero`. The last three come from
@@ -49,19 +49,19 @@ OPTIONS: dict[str, Option] = {
     "longest_step": _number(math.inf, lambda x: x >= 1, "at least 1, like 3, or math.inf"),
     "fix_mean": _choice(True, True, False),
     "fix_norm": _choice(True, True, False, "initial"),
-    "scale": _number(None, lambda x: 0 < x < math.inf, "finite and positive, or None", also=None),  # type: ignore[arg-type]
+    "scale": _number(None, lambda x: 0 < x < math.inf, "finite and positive, or None", None),
     "gain_penalty": _number(0.0, lambda x: 0 <= x < math.inf, "finite and not negative"),
     "maximize": _choice(False, True, False),
     "on_nonfinite": _choice("skip", *get_args(OnNonfinite)),
     "rounding": _choice("nearest", *get_args(Rounding)),
-    "depth": _number(1.0, lambda x: 0 < x < math.inf, "finite and positive, or 'auto'", also="auto"),
+    "depth": _number(1.0, lambda x: 0 < x < math.inf, "finite and positive, or 'auto'", "auto"),
     "backend": _choice("auto", *get_args(Backend)),
     "role": _choice(None, None, "neuron", "gain", "bias"),
     "fan_in_axes": Option(None, lambda _: True, ""),
     "fan_in_groups": Option(1, lambda _: True, ""),
 }
-#: Options that version 0.1.0 did not always save; a checkpoint may lack them.
-LATER = ("longest_step", "depth")
+#: Options that were added during version 0.1.0; checkpoints from before lack them.
+MISSING_IN_OLD_CHECKPOINTS = ("longest_step", "depth")
 
 
 def check_options(options: Mapping[str, Any], *, wait: bool = True) -> None:

@@ -1,7 +1,8 @@
 """The rule of Nero (Algorithm 1 of the paper) on one tensor.
 
 :func:`turn` updates neurons, :func:`nudge` updates gains and biases, :func:`project` is the constraint
-set. All functions are pure: they return new tensors. Every backend is tested against them.
+set. All functions are pure: they return new tensors. They are tested against an oracle written from the
+paper, as is every backend.
 
 The paper's symbols: w, b the parameter; g its gradient; ḡ ``grad_norm``, the running root mean square
 of the gradient's norm; η ``lr``; β ``beta``; σ ``scale``; t ``step``.
@@ -132,19 +133,12 @@ def nudge(
 
 
 def project(
-    tensor: Tensor,
-    axes: tuple[int, ...],
-    *,
-    fix_mean: bool = True,
-    fix_norm: bool = True,
-    radius: Number = 1.0,
-    refine: bool = False,
+    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
 ) -> Projection:
     """Subtract each neuron's mean and set its norm to ``radius`` (Definition 1).
 
     A neuron without a projection (zero, constant or not finite) is returned unchanged. A neuron of two
-    elements keeps its mean: both constraints would leave it only two points. ``refine`` subtracts the mean
-    twice, which is exact for nearly constant neurons too; a turned neuron is not one.
+    elements keeps its mean: both constraints would leave it only two points.
     """
     peak = tensor.detach().abs().amax(axes, keepdim=True)
     possible = (peak > 0) & peak.isfinite()
@@ -154,8 +148,7 @@ def project(
     unit = tensor / torch.where(possible, peak, 1.0)
     square = unit.square().sum(axes, keepdim=True)
     if fix_mean:
-        unit = unit - unit.mean(axes, keepdim=True)
-        if refine:
+        for _ in range(2):  # the second removes the rounding error of the first, which a nearly constant neuron has
             unit = unit - unit.mean(axes, keepdim=True)
         left = unit.square().sum(axes, keepdim=True)
         # the rounding error of a constant neuron is not a direction
@@ -172,7 +165,7 @@ def project(
 def distance(
     tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
 ) -> Tensor:
-    """Measure each neuron's distance to the nearest balanced one; not finite for a neuron that is not."""
+    """Measure each neuron's distance to the nearest balanced one; NaN or infinite if the neuron is not finite."""
     mean = torch.zeros_like(tensor.amax(axes, keepdim=True))
     fan_in = _fan_in(tensor, axes)
     if fix_mean and fan_in != 2:

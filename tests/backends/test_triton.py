@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import nero
 from nero.backends import available
-from nero.backends.layout import Layout
 from nero.backends.triton.sweep import Sweep
+from nero.backends.triton.tables import RECORD_FIELDS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 #: A fan-in of many pieces; interpreted, the time grows with the square of their number.
@@ -313,15 +313,11 @@ def test_gradient_norm_overflow_is_skipped():
     assert math.isclose(float(weight[2].detach().norm()), 1, rel_tol=1e-6)
 
 
-def test_layout_fields_match_the_kernels_record():
-    """The host writes a record in the order in which the kernels read it."""
+def test_record_fields_match_the_kernels():
     from nero.backends.triton import kernels
 
-    order = [*Layout._fields]
-    names = ["NEURONS", "FAN_IN", "INNER", "INNER_STRIDE", "OUTER_STRIDE", "RUN", "STRIDE", "LEAP"]
-    assert [name.lower() for name in names] == order
-    first = kernels.NEURONS.value
-    assert [getattr(kernels, name).value for name in names] == list(range(first, first + len(names)))
+    places = [getattr(kernels, field.upper()).value for field in RECORD_FIELDS]
+    assert places == list(range(kernels.FIELDS.value))
 
 
 @pytest.mark.parametrize("key", ["step", "scale", "skipped"])

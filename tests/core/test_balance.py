@@ -236,7 +236,7 @@ def test_balance_on_meta_device_raises(call):
 
 @pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
 def test_balance_of_no_module_raises(call):
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module, not list"):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got list"):
         call([torch.randn(3, 3)])
 
 

@@ -81,7 +81,8 @@ def check_backend(backend: str, name: str, *tensors: Tensor) -> None:
         name: the parameter's name.
         tensors: the parameter, and its gradient if there is one.
     """
-    if backend in _INSTALL and not is_installed(backend):
+    is_missing = not numba_works() if backend == "numba" else backend == "triton" and not is_installed("triton")
+    if is_missing:
         raise ModuleNotFoundError(
             f"backend={backend!r}, chosen for {name}, needs {backend} ({_INSTALL[backend]}); {_INSTEAD}"
         )

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero import rule
 from nero.backends import eager, foreach_cpu
-from nero.backends.job import Job, Settings, apply_rule, flat, shaped
+from nero.backends.foreach_cpu import flat, shaped
+from nero.backends.job import Job, Settings, apply_rule
 from nero.rounding import rounded
 
 #: Tensors of one shape are stacked up to this many elements.
@@ -56,7 +57,7 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             torch.cat([flat(job.grad) for job in batch]).to(dtype),
             torch.cat([flat(state["grad_norm"]) for state in states]),
             states[0]["step"] if same_step else torch.stack([state["step"] for state in states])[owner],
-            lr=settings.lr,
+            lr=settings.angle,
             beta=settings.beta,
             longest=settings.longest,
             scale=torch.stack([state["scale"] for state in states])[owner]

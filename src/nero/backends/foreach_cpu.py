@@ -1,6 +1,6 @@
 """The foreach backend on the CPU: neurons turned and gains nudged in place, for ordinary values.
 
-The statistics of all neurons known one long vector, and weights are turned in pieces that stay in cache.
+The statistics of all neurons form one long vector, and weights are turned in pieces that stay in cache.
 Anything else (a gradient of 1e25 or NaN, a constant neuron, a turn of half a radian, half precision) is
 left to the rule itself.
 """
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nero import rule
 from nero.backends import eager
-from nero.backends.job import Job, Settings, flat, shaped
+from nero.backends.job import Job, Settings
 from nero.options import FixNorm
 
 #: Weights per piece: with their gradients, 32 MB in float32.
@@ -61,7 +61,7 @@ def turn(jobs: Sequence[Job], settings: Settings) -> None:
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
-    quick = bool(settings.fix_norm) and float(settings.lr) != 0
+    quick = bool(settings.fix_norm) and float(settings.angle) != 0
     by_kind: dict[tuple[float, int, torch.dtype], list[_Matrix]] = {}
     for job in jobs:
         matrix = _matrix(job, settings) if quick else None
@@ -77,7 +77,7 @@ def _turn(jobs: Sequence[Job], settings: Settings) -> None:
 def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
     """Nudge gains and biases of equal step counts, if all values are ordinary; return whether they were."""
     averages, parameters = [job.state["grad_norm"] for job in jobs], [job.parameter for job in jobs]
-    lr, dtype = float(settings.lr), averages[0].dtype
+    lr, dtype = float(settings.angle), averages[0].dtype
     if not 0 < abs(lr) < 1 or any(job.pull or job.parameter.dtype != dtype for job in jobs):
         return False
     grad = torch.cat([flat(job.grad) for job in jobs]).to(dtype)
@@ -139,12 +139,12 @@ def _together(matrices: Sequence[_Matrix], across: int) -> _Matrix:
 class _View:
     """A tensor viewed as a matrix. It keeps the memory alive, so that its address is not reused."""
 
-    at: tuple[int, tuple[int, ...]]  # the address and strides of the weights
+    at: tuple[object, ...]  # the address, shape and strides of the weights
     weight: Tensor  # the view
     axis: int  # the fan-in axis of the view
     order: list[int] | None  # the permutation before the view
     version: int | None = None  # torch's version counter when the weights were last measured
-    held: tuple[bool, FixNorm] | None = None  # the constraints then
+    constraints: tuple[bool, FixNorm] | None = None  # the constraints then
     off: Tensor | None = None  # the neurons that were not balanced then
 
 
@@ -156,7 +156,7 @@ def _matrix(job: Job, settings: Settings) -> _Matrix | None:
     """View a job as a matrix; ``None`` if it needs the rule."""
     average = job.state["grad_norm"]
     known: _View | None = _views.get(average)  # type: ignore[no-untyped-call]
-    if known is None or known.at != (job.parameter.data_ptr(), job.parameter.stride()):
+    if known is None or known.at != _place(job.parameter):
         known = _view(job)
         if known is None:
             return None
@@ -170,9 +170,10 @@ def _matrix(job: Job, settings: Settings) -> _Matrix | None:
         if not (low > ORDINARY[0] and high < ORDINARY[1]):
             return None
     # weights that nobody changed since the last turn are still balanced
-    held = (settings.fix_mean, settings.fix_norm)
-    if known.version != job.parameter._version or known.held != held:
-        known.off, known.held, known.version = _off_balance(job, settings), held, job.parameter._version
+    constraints = (settings.fix_mean, settings.fix_norm)
+    if known.version != job.parameter._version or known.constraints != constraints:
+        known.off, known.version = _off_balance(job, settings), job.parameter._version
+        known.constraints = constraints
     if known.off is not None and bool(known.off.all()):
         return None
     if known.order is None:
@@ -192,7 +193,7 @@ def _view(job: Job) -> _View | None:
     weight, average = job.parameter, job.state["grad_norm"]
     if weight.dtype != average.dtype or not 2 < weight.numel() // average.numel() <= MAX_FAN_IN:
         return None
-    at = (weight.data_ptr(), weight.stride())
+    at = _place(weight)
     if weight.dim() == 2 and len(job.axes) == 1:
         return _View(at, weight.detach(), job.axes[0], None)
     neurons = [axis for axis in range(weight.dim()) if axis not in job.axes]
@@ -202,6 +203,10 @@ def _view(job: Job) -> _View | None:
     except RuntimeError:  # the strides do not allow a view
         return None
     return _View(at, view, 1, order)
+
+
+def _place(weight: Tensor) -> tuple[object, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride()
 
 
 def _off_balance(job: Job, settings: Settings) -> Tensor | None:
@@ -226,7 +231,7 @@ def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings
         radius = _join([matrix.radius for matrix in matrices if matrix.radius is not None], across)
     scale = radius if settings.scale is None else settings.scale
     correction = rule.bias_correction(step, settings.beta, length.dtype)
-    factor = -float(settings.lr) * correction * scale / _bounded(average, length, correction, settings)
+    factor = -float(settings.angle) * correction * scale / _bounded(average, length, correction, settings)
     angle = factor * length / radius  # NaN, and so not ordinary, if ḡ is 0 or lr is NaN
 
     low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
@@ -261,12 +266,12 @@ def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings
 
     for matrix, each, idle in zip(matrices, _split(factor, counts, across), still, strict=True):
         kept = None if idle is None else matrix.weight.index_select(across, idle)
-        for weight, grad, by, held in _pieces(across, matrix.weight, matrix.grad, each, matrix.radius):
+        for weight, grad, by, target in _pieces(across, matrix.weight, matrix.grad, each, matrix.radius):
             weight.addcmul_(grad, by)
             if settings.fix_mean:
                 weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
             stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
-            weight.mul_(stretch if held is None else stretch.mul_(held))
+            weight.mul_(stretch if target is None else stretch.mul_(target))
         if idle is not None and kept is not None:
             matrix.weight.index_copy_(across, idle, kept)
         if matrix.parts:
@@ -329,3 +334,13 @@ def _sum(matrix: Tensor, axis: int) -> Tensor:
     blocks, rest = matrix.shape[0] // SUM_ROWS, matrix.shape[0] % SUM_ROWS
     total = torch.matmul(ones, matrix[: blocks * SUM_ROWS].view(blocks, SUM_ROWS, -1)).sum(0)
     return total + torch.mm(ones[:, :rest], matrix[blocks * SUM_ROWS :]) if rest else total
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Reshape to a vector."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def shaped(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """View vectors in the shapes of other tensors."""
+    return [part if other.dim() == 1 else part.view(other.shape) for part, other in zip(parts, like, strict=True)]

@@ -34,7 +34,19 @@ class Group(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One parameter's step: neurons if it has fan-in axes, else gains or biases."""
+    """One parameter's step: neurons if it has fan-in axes, else gains or biases.
+
+    A backend steps a job in place. It must
+
+    - compute what :func:`apply_rule` computes, in the dtype of ``grad_norm``, and round once by ``nero.rounding``;
+    - add one to ``step``, and the number of neurons or elements with a non-finite gradient to ``skipped``;
+    - leave the value and ``grad_norm`` of those unchanged, and the value of all that have a zero gradient or ``lr=0``;
+    - never write to the gradient, which may have another dtype and other strides, be sparse or be a negated view;
+    - bump the parameter's version counter, if torch does not see the write;
+    - leave sparse gradients and tensor subclasses, such as DTensor, to :mod:`nero.backends.foreach`.
+
+    ``pull`` is the group's ``gain_penalty``, signed, or 0 for a parameter that is not a gain.
+    """
 
     parameter: Tensor
     grad: Tensor
@@ -45,9 +57,9 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of a group that the rule reads; ``lr`` is the signed angle of a step."""
+    """The options of a group that the rule reads; ``angle`` is the learning rate over the depth, negative to ascend."""
 
-    lr: Number
+    angle: Number
     beta: float
     fix_mean: bool
     fix_norm: FixNorm
@@ -58,10 +70,10 @@ class Settings:
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
     """Read the settings of a group from its options."""
-    lr = options["lr"].reshape(()) if isinstance(options["lr"], Tensor) else float(options["lr"])
-    lr = lr if options["depth"] == 1 else lr / float(options["depth"])
+    lr, divisor = angle_of(options)
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
     return Settings(
-        -lr if options["maximize"] else lr,
+        lr if divisor == 1 else lr / divisor,
         options["beta"],
         options["fix_mean"],
         options["fix_norm"],
@@ -69,6 +81,11 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         options["rounding"],
         as_float(options["longest_step"]),
     )
+
+
+def angle_of(options: Mapping[str, Any]) -> tuple[Number, float]:
+    """Return the learning rate, which may be a tensor on a device, and its divisor: the depth, negative to ascend."""
+    return options["lr"], -float(options["depth"]) if options["maximize"] else float(options["depth"])
 
 
 def jobs_of(group: Group) -> list[Job]:
@@ -94,7 +111,7 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:
     """Apply the rule to a job whose step is already counted."""
-    state, lr, beta, longest = job.state, settings.lr, settings.beta, settings.longest
+    state, lr, beta, longest = job.state, settings.angle, settings.beta, settings.longest
     if not job.axes:
         scale = state["scale"] if settings.scale is None else settings.scale
         return rule.nudge(
@@ -124,7 +141,7 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
     )
 
 
-def has_compiled_state(job: Job) -> bool:
+def has_expected_state(job: Job) -> bool:
     """Return whether the state has the device, dtypes and memory format that compiled code assumes."""
     here, wide = job.parameter.device, statistics_dtype(job.parameter.dtype)
     for key, value in job.state.items():
@@ -133,13 +150,3 @@ def has_compiled_state(job: Job) -> bool:
         ):
             return False
     return True
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Reshape to a vector."""
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
-
-
-def shaped(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """View vectors in the shapes of other tensors."""
-    return [part if other.dim() == 1 else part.view(other.shape) for part, other in zip(parts, like, strict=True)]

@@ -35,7 +35,7 @@ BACKENDS: dict[str, Callable[[Sequence[Job], Settings], None]] = {
     "eager": eager.step,
     "foreach": foreach.step,
     "numba": _step_numba,
-    "triton": foreach.step,  # what the kernels cannot follow, such as neurons of three strides
+    "triton": foreach.step,  # the fallback for what the kernels cannot step, such as neurons of three strides
 }
 
 

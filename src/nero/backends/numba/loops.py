@@ -25,7 +25,7 @@ SUMS_PITCH = MAX_COLUMNS + 16
 #: The least share of a neuron's square that the turn must leave for the sums to be precise.
 MIN_LEFT = 0.1
 
-RATES = np.dtype(
+SETTINGS = np.dtype(
     [
         *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "eps", "low", "largest")),
         *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
@@ -53,7 +53,7 @@ class Cut(NamedTuple):
 TASK = np.dtype(
     [
         *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
-        ("held", np.int64),  # the address of the radii, or of the scale of gains; 0 if the rates have it
+        ("size", np.int64),  # the address of the radii of neurons, or of the scale of gains; 0 if settings has it
         *((name, np.int64) for name in Cut._fields),
         ("pull", np.float64),
     ]
@@ -109,7 +109,7 @@ def _array(address, start, size, like):
 
 
 @compiled
-def do_pieces(tasks, ends, skipped, counter, rates, like):
+def do_pieces(tasks, ends, skipped, counter, settings, like):
     """Take pieces of work until none is left."""
     while True:
         piece = _fetch(counter)
@@ -119,18 +119,18 @@ def do_pieces(tasks, ends, skipped, counter, rates, like):
         task = tasks[number]
         part = piece - (ends[number - 1] if number else 0)
         step = numba.carray(_pointer(task.step), (1,), np.float32)[0] + np.float32(1)
-        correction = math.sqrt(-math.expm1(step * rates[0].log_beta))
+        correction = math.sqrt(-math.expm1(step * settings[0].log_beta))
         if task.run == 1 and task.inner_stride == 1:
             lots = -(-task.inner // task.each)
             first = part // lots * task.inner + part % lots * task.each
             last = min(first + task.each, (part // lots + 1) * task.inner)
-            skipped[piece] = _turn_columns(task, first, last, correction, rates[0], like)
+            skipped[piece] = _turn_columns(task, first, last, correction, settings[0], like)
             continue
         first, last = part * task.each, min((part + 1) * task.each, task.neurons)
         if task.run:
-            skipped[piece] = _turn_rows(task, first, last, correction, rates[0], like)
+            skipped[piece] = _turn_rows(task, first, last, correction, settings[0], like)
         else:
-            skipped[piece] = _nudge(task, first, last, correction, rates[0], like)
+            skipped[piece] = _nudge(task, first, last, correction, settings[0], like)
 
 
 @compiled
@@ -146,29 +146,29 @@ def count(tasks, ends, skipped):
 
 
 @compiled
-def _nudge(task, first, last, correction, rates, like):
+def _nudge(task, first, last, correction, settings, like):
     gains = _array(task.weight, first, last - first, like)
     grads = _array(task.grad, first, last - first, like)
     averages = _array(task.average, first, last - first, like)
-    reach = rates.lr * (_array(task.held, 0, 1, like)[0] if task.held else rates.scale)
-    least, skipped = rates.least, 0
+    reach = settings.lr * (_array(task.size, 0, 1, like)[0] if task.size else settings.scale)
+    least, skipped = settings.least, 0
     for i in range(gains.size):
         b = np.float64(gains[i])
         g = grads[i] + task.pull * (b - 1) if task.pull != 0 else np.float64(grads[i])
-        if not abs(g) <= rates.largest:
+        if not abs(g) <= settings.largest:
             skipped += 1
             continue
-        averages[i] = _root(averages[i], g, rates)
+        averages[i] = _root(averages[i], g, settings)
         corrected = averages[i] / correction
         if g != 0 and corrected > 0 and reach != 0:
             nudged = b - reach * (g / max(corrected, abs(g) * least))
-            if abs(nudged) <= rates.largest:
+            if abs(nudged) <= settings.largest:
                 gains[i] = nudged
     return skipped
 
 
 @compiled
-def _turn_rows(task, first, last, correction, rates, like):
+def _turn_rows(task, first, last, correction, settings, like):
     """Turn neurons of contiguous elements.
 
     Each neuron is written while the next is summed, which hides the latency of memory.
@@ -193,13 +193,13 @@ def _turn_rows(task, first, last, correction, rates, like):
                     block = _sum(weights, grads)
                 w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
         radius = _radius(task, neuron, like)
-        turn = _turn(Sums(w, g, ww, gg, wg), task, averages[neuron], radius, correction, rates)
+        turn = _turn(Sums(w, g, ww, gg, wg), task, averages[neuron], radius, correction, settings)
         waiting, before = turn.ordinary, start
         if waiting:
             averages[neuron] = turn.average
             stretch, along, shift = rounded(turn.stretch), rounded(turn.along), rounded(turn.shift)
         else:
-            skipped += _turn_in_float64(task, neuron, correction, rates, like)
+            skipped += _turn_in_float64(task, neuron, correction, settings, like)
     for segment in range(task.segments if waiting else 0):
         at = before + segment * task.segment_stride
         _write(_array(task.weight, at, task.run, like), _array(task.grad, at, task.run, like), stretch, along, shift)
@@ -238,7 +238,7 @@ def _write_and_sum(weights_before, grads_before, stretch, along, shift, weights,
 
 
 @compiled
-def _turn_columns(task, first, last, correction, rates, like):
+def _turn_columns(task, first, last, correction, settings, like):
     """Turn neurons that are columns in memory, row by row."""
     averages = _array(task.average, 0, task.neurons, like)
     start, width = _start(task, first), last - first
@@ -256,7 +256,7 @@ def _turn_columns(task, first, last, correction, rates, like):
             sums[i], sums[i + SUMS_PITCH], sums[i + 2 * SUMS_PITCH], sums[i + 3 * SUMS_PITCH], sums[i + 4 * SUMS_PITCH]
         )
         radius = _radius(task, first + i, like)
-        turn = _turn(five, task, averages[first + i], radius, correction, rates)
+        turn = _turn(five, task, averages[first + i], radius, correction, settings)
         if turn.ordinary:
             averages[first + i] = turn.average
             turns[i], turns[i + SUMS_PITCH], turns[i + 2 * SUMS_PITCH] = turn.stretch, turn.along, turn.shift
@@ -273,7 +273,7 @@ def _turn_columns(task, first, last, correction, rates, like):
             begin = end + 1
     skipped = 0
     for i in odd[:count]:
-        skipped += _turn_in_float64(task, first + i, correction, rates, like)
+        skipped += _turn_in_float64(task, first + i, correction, settings, like)
     return skipped
 
 
@@ -300,20 +300,20 @@ def _start(task, neuron):
 
 @compiled
 def _radius(task, neuron, like):
-    return np.float64(_array(task.held, neuron, 1, like)[0]) if task.held else 1.0
+    return np.float64(_array(task.size, neuron, 1, like)[0]) if task.size else 1.0
 
 
 @compiled
-def _turn(sums, task, average, radius, correction, rates):
+def _turn(sums, task, average, radius, correction, settings):
     """Apply the rule to the sums; not ordinary if a value left its range or cancelled."""
-    fan_in, low, high = task.segments * task.run, rates.low, 1 / rates.low
-    average = math.sqrt(rates.beta * average * average + (1 - rates.beta) * sums.gg)
-    divisor = max(average, correction * rates.least * math.sqrt(sums.gg))
-    factor = rates.lr * (rates.scale if rates.scale != 0 else math.sqrt(sums.ww)) * correction / divisor
+    fan_in, low, high = task.segments * task.run, settings.low, 1 / settings.low
+    average = math.sqrt(settings.beta * average * average + (1 - settings.beta) * sums.gg)
+    divisor = max(average, correction * settings.least * math.sqrt(sums.gg))
+    factor = settings.lr * (settings.scale if settings.scale != 0 else math.sqrt(sums.ww)) * correction / divisor
     turned = sums.ww + factor * factor * sums.gg
-    mean = (sums.w - factor * sums.g) / fan_in if rates.fix_mean and fan_in != 2 else 0.0
+    mean = (sums.w - factor * sums.g) / fan_in if settings.fix_mean and fan_in != 2 else 0.0
     left = turned - 2 * factor * sums.wg - fan_in * mean * mean
-    stretch = radius / math.sqrt(left) if rates.fix_norm else 1.0
+    stretch = radius / math.sqrt(left) if settings.fix_norm else 1.0
     # every comparison is false for NaN
     ordinary = (
         min(sums.ww, sums.gg) > fan_in * low
@@ -327,47 +327,48 @@ def _turn(sums, task, average, radius, correction, rates):
 
 
 @compiled
-def _turn_in_float64(task, neuron, correction, rates, like):
+def _turn_in_float64(task, neuron, correction, settings, like):
     """Apply the rule to one neuron in float64; return whether it was skipped."""
     fan_in, start, average = task.segments * task.run, _start(task, neuron), _array(task.average, neuron, 1, like)
     if _is_zero(task, start, like):  # dead units, of which some networks have many
-        average[0] = _root(average[0], 0.0, rates)
+        average[0] = _root(average[0], 0.0, settings)
         return 0
     g = _gather(task, task.grad, start, like)
     rounded, length = like.dtype.type, _norm(g)
-    if not length <= rates.largest:
+    if not length <= settings.largest:
         return 1
-    average[0] = _root(average[0], rounded(length), rates)
+    average[0] = _root(average[0], rounded(length), settings)
     corrected = average[0] / correction
-    if not (length > 0 and corrected > 0 and rates.lr != 0):
+    if not (length > 0 and corrected > 0 and settings.lr != 0):
         return 0
-    divisor = max(corrected, length * rates.least)
+    divisor = max(corrected, length * settings.least)
 
     w = _gather(task, task.weight, start, like)
-    size = rates.scale if rates.scale != 0 else _norm(w)
-    reach = rates.lr * (size if size != 0 else SCALE_AT_ORIGIN)
+    size = settings.scale if settings.scale != 0 else _norm(w)
+    reach = settings.lr * (size if size != 0 else SCALE_AT_ORIGIN)
     for i in range(fan_in):
         w[i] -= reach * (g[i] / divisor)
 
     peak = _peak(w)
-    if not 0 < peak <= rates.largest:
+    if not 0 < peak <= settings.largest:
         return 0
-    fix_mean = rates.fix_mean and fan_in != 2
+    fix_mean = settings.fix_mean and fan_in != 2
     stretch = 1.0
-    if fix_mean or rates.fix_norm:
+    if fix_mean or settings.fix_norm:
         w /= peak
         stretch = peak
         square = (w * w).sum()
         if fix_mean:
             w -= w.sum() / fan_in
+            w -= w.sum() / fan_in  # the rounding error of the first, which a nearly constant neuron has
             left = (w * w).sum()
             # the rounding error of a constant neuron is not a direction
-            if not left > (16 * rates.eps) ** 2 * square:
+            if not left > (16 * settings.eps) ** 2 * square:
                 return 0
             square = left
-        if rates.fix_norm:
+        if settings.fix_norm:
             stretch = _radius(task, neuron, like) / math.sqrt(square)
-        elif not peak < rates.largest / 2:
+        elif not peak < settings.largest / 2:
             return 0
     for segment in range(task.segments):
         weights = _array(task.weight, start + segment * task.segment_stride, task.run, like)
@@ -393,13 +394,13 @@ def _sum_of_sizes(elements):
 
 
 @compiled
-def _root(average, length, rates):
+def _root(average, length, settings):
     """Update the running average; by hypot, which is slow, only if squares leave float64's range."""
     average, length = np.float64(average), np.float64(length)
-    square = rates.beta * (average * average) + (1 - rates.beta) * (length * length)
+    square = settings.beta * (average * average) + (1 - settings.beta) * (length * length)
     if 1e-290 < square < 1e290:
         return math.sqrt(square)
-    return math.hypot(math.sqrt(rates.beta) * average, math.sqrt(1 - rates.beta) * length)
+    return math.hypot(math.sqrt(settings.beta) * average, math.sqrt(1 - settings.beta) * length)
 
 
 @compiled

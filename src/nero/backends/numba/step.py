@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from nero.backends import foreach
-from nero.backends.job import Job, Settings, has_compiled_state
+from nero.backends.job import Job, Settings, has_expected_state
 from nero.backends.layout import layout_of
 from nero.backends.numba import loops
-from nero.backends.numba.loops import MAX_COLUMNS, RATES, TASK, Cut
+from nero.backends.numba.loops import MAX_COLUMNS, SETTINGS, TASK, Cut
 
 #: Elements per piece: enough to make fetching it cheap, few enough to share the work evenly.
 PIECE_ELEMENTS = 1 << 16
@@ -57,18 +57,20 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
             work is None
             or found is None
             or state["grad_norm"].numel() != found[0].neurons
-            or not has_compiled_state(job)
+            or not has_expected_state(job)
         ):
             rest.append(job)
             continue
         cut, pieces = found
         if grad.dtype != weight.dtype or grad.stride() != stride or grad.is_neg():
             grad = torch.empty_strided(weight.shape, stride, dtype=weight.dtype).copy_(grad)
-        held = 0  # the address of the radii, or of the scale of gains
-        if is_initial if axes else not is_scaled:
-            held = state["radius" if axes else "scale"].data_ptr()
+        size = 0  # the address of the radii of neurons, or of the scale of gains
+        if axes and is_initial:
+            size = state["radius"].data_ptr()
+        elif not axes and not is_scaled:
+            size = state["scale"].data_ptr()
         counts = state["grad_norm"].data_ptr(), state["step"].data_ptr(), state["skipped"].data_ptr()
-        work.tasks.append((weight.data_ptr(), grad.data_ptr(), *counts, held, *cut, pull))
+        work.tasks.append((weight.data_ptr(), grad.data_ptr(), *counts, size, *cut, pull))
         work.weights.append(weight)
         work.grads.append(grad)
         work.pieces += pieces
@@ -83,7 +85,14 @@ def _do(work: Work, settings: Settings, dtype: torch.dtype) -> None:
     """Take the step, in as many threads as torch uses."""
     tasks, ends = np.array(work.tasks, TASK), np.array(work.ends)
     skipped, counter = np.zeros(work.pieces, np.int64), np.zeros(1, np.int64)
-    arguments: tuple[Any, ...] = (tasks, ends, skipped, counter.ctypes.data, _rates(settings, dtype), _like(dtype))
+    arguments: tuple[Any, ...] = (
+        tasks,
+        ends,
+        skipped,
+        counter.ctypes.data,
+        _settings_array(settings, dtype),
+        _like(dtype),
+    )
     threads = torch.get_num_threads()
     pool = _pool(threads, os.getpid())
     helpers = [pool.submit(loops.do_pieces, *arguments) for _ in range(min(threads, work.pieces) - 1)]
@@ -129,9 +138,9 @@ def _like(dtype: torch.dtype) -> Any:
     return torch.empty(0, dtype=dtype).numpy()
 
 
-def _rates(settings: Settings, dtype: torch.dtype) -> Any:
+def _settings_array(settings: Settings, dtype: torch.dtype) -> Any:
     info = torch.finfo(dtype)
     log_beta = math.log(settings.beta) if settings.beta else -math.inf
-    options = float(settings.lr), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
+    options = float(settings.angle), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
     limits = info.eps, RANGE_MARGIN * info.tiny, info.max
-    return np.array([(*options, *limits, settings.fix_mean, bool(settings.fix_norm))], RATES)
+    return np.array([(*options, *limits, settings.fix_mean, bool(settings.fix_norm))], SETTINGS)

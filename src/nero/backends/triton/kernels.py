@@ -6,8 +6,9 @@ values are extreme or cancel, and for neurons that are split, the sums are float
 of any float32.
 
 A *record* is a row of int64s about one tensor: addresses, layout and constants (floats by their bits).
-``changing`` begins with the addresses of the gradients, 0 for none. A *tile* is the work of one program;
-``owners`` maps programs to records.
+``changing`` holds what may change between steps: the address of each gradient, 0 for none, then three words
+per group about its learning rate (see :func:`count`). ``step_sizes`` holds two numbers per tensor that
+:func:`count` computes from it. A *tile* is the work of one program; ``owners`` maps programs to records.
 """
 
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from nero.rule import SCALE_AT_ORIGIN
 
-# the fields of a record, in the order of tables._record
+# the fields of a record, in the order of tables.RECORD_FIELDS
 WEIGHT = tl.constexpr(0)
 AVERAGE = tl.constexpr(1)
 STEP = tl.constexpr(2)
@@ -99,7 +100,7 @@ def _rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
+def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr):
     """Count the step of every tensor that has a gradient, and compute its η σ sqrt(1 - β^t) and least divisor."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tensors
@@ -123,8 +124,8 @@ def count(records, changing, rates, tensors, BLOCK: tl.constexpr):
     x = t.to(tl.float64) * log_beta
     correction = tl.sqrt(tl.where(x > -1e-4, -x * (1 + x / 2 * (1 + x / 3)), 1 - tl.exp(x)))  # -expm1(x)
     least = tl.load(record + LEAST_DIVISOR, inside, 0).to(tl.float64, bitcast=True)
-    tl.store(rates + 2 * i, lr * scale * correction, inside)
-    tl.store(rates + 2 * i + 1, least * correction, inside)
+    tl.store(step_sizes + 2 * i, lr * scale * correction, inside)
+    tl.store(step_sizes + 2 * i + 1, least * correction, inside)
 
 
 @triton.jit
@@ -306,7 +307,7 @@ def _nudge_tile(
 
 @triton.jit
 def step(
-    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -316,8 +317,8 @@ def step(
     if grad == 0:
         return
     record = records + owner.to(tl.int64) * FIELDS
-    rate = tl.load(rates + 2 * owner)
-    least = tl.load(rates + 2 * owner + 1)
+    rate = tl.load(step_sizes + 2 * owner)
+    least = tl.load(step_sizes + 2 * owner + 1)
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
@@ -353,8 +354,8 @@ def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constex
 
 @triton.jit
 def measure(
-    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STRIDED: tl.constexpr,
+    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STRIDED: tl.constexpr,
 ):  # fmt: skip
     """Sum over a split tile: neurons too long for one program, or strided in memory."""
     owner = tl.load(owners + tl.program_id(0))
@@ -384,7 +385,7 @@ def measure(
 
 @triton.jit
 def turn(
-    owners, records, changing, rates, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
+    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STRIDED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
@@ -419,7 +420,7 @@ def turn(
     average, f, mean, stretch, moving, finite, _ = _solve(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, _float(record, BETA),
         _float(record, ONE_MINUS_BETA),
-        tl.load(rates + 2 * owner), tl.load(rates + 2 * owner + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
+        tl.load(step_sizes + 2 * owner), tl.load(step_sizes + 2 * owner + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
     axis: tl.constexpr = 0 if STRIDED else 1
     weight = _pointer(record, WEIGHT, W) + at

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nero.backends.available import check_backend, triton_works, why_not_triton
-from nero.backends.job import Group, Member, has_compiled_state, job_of, settings_of
+from nero.backends.job import Group, Member, angle_of, has_expected_state, job_of, settings_of
 from nero.backends.layout import layout_of
 from nero.backends.triton.sweep import Sweep
 from nero.backends.triton.tables import Line
@@ -42,12 +42,9 @@ class Planner:
         """Launch the sweeps, each with the addresses of its gradients."""
         if not ready:
             return
-        rates = [
-            (group.options["lr"], (-1.0 if group.options["maximize"] else 1.0) / float(group.options["depth"]))
-            for group in self._groups
-        ]
+        angles = [angle_of(group.options) for group in self._groups]
         for sweep, addresses in ready:
-            sweep.launch(addresses, rates)
+            sweep.launch(addresses, angles)
 
     def _deal(self) -> None:
         lines: dict[torch.device, list[Line]] = {}
@@ -100,6 +97,6 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
         return None
     job = job_of(member, parameter if grad is None else grad, options)
     layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
-    if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_compiled_state(job):
+    if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
         return None
     return Line(parameter, job, layout, settings_of(options), group)

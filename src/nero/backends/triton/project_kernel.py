@@ -4,9 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
-#: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
-NO_DIRECTION = tl.constexpr((16 * 2.0**-23) ** 2)
+from nero.backends.triton.kernels import MAX_FLOAT32, NO_DIRECTION
+
 #: nero.rule.rounding_error(torch.float32): a neuron this near to its projection is left as it is.
 ROUNDING_ERROR = tl.constexpr(17 * 2.0**-23)
 

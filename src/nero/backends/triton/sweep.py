@@ -116,14 +116,14 @@ class Sweep:
     def _is_misaligned(self, addresses: list[int]) -> bool:
         return any(address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True))
 
-    def launch(self, addresses: list[int], rates: Sequence[tuple[float | Tensor, float]]) -> None:
+    def launch(self, addresses: list[int], angles: Sequence[tuple[float | Tensor, float]]) -> None:
         """Step, with gradients at these addresses.
 
         Args:
             addresses: the answer of :meth:`look`.
-            rates: for each group its learning rate and a factor, negative to ascend.
+            angles: for each group its learning rate and the divisor of it, negative to ascend.
         """
-        words = [word for lr, factor in rates for word in self._words(lr, factor)]
+        words = [word for lr, divisor in angles for word in self._words(lr, 1 / divisor)]
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -137,9 +137,9 @@ class Sweep:
         self._borrowed = []
 
     def _launch(self, changing: Tensor, stream: int) -> None:
-        records, rates, sums, counting, launches = self._tables
-        tables: list[Tensor | int] = [records, changing, rates]
-        at = [table.data_ptr() for table in (records, changing, rates, sums)]
+        records, step_sizes, sums, counting, launches = self._tables
+        tables: list[Tensor | int] = [records, changing, step_sizes]
+        at = [table.data_ptr() for table in (records, changing, step_sizes, sums)]
         counting(stream, [*tables, len(self._parameters)], [*at[:3], len(self._parameters)])
         noise = torch.randint(1 << 62, (1,), device=self._device) if self._is_stochastic else changing
         for launch, owners in launches:

@@ -18,6 +18,13 @@ from nero.backends.layout import Layout
 TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
 #: Elements per program for neurons that are split: longer than the largest tile, or strided in memory.
 SPLIT_TILE = 8192
+#: The fields of a record, in the order of the constants in kernels.py.
+RECORD_FIELDS = (
+    *("weight", "average", "step", "skipped", "scale", "radius"),
+    *Layout._fields,
+    *("beta", "one_minus_beta", "log_beta", "least_divisor", "given_scale", "pull"),
+    *("group", "shape", "first_tile", "sums"),
+)
 #: Neurons side by side in a split tile of strided neurons: one cache line of float32.
 SPLIT_NEURONS = 32
 
@@ -80,7 +87,7 @@ class Tables(NamedTuple):
     """The tables of a sweep on its device, and its launches, each with the owners of its programs."""
 
     records: Tensor
-    rates: Tensor
+    step_sizes: Tensor
     sums: Tensor
     counting: Launch
     launches: list[tuple[Launch, Tensor]]
@@ -180,28 +187,28 @@ def _tiling(line: Line, kind: Kind, aligned: bool) -> tuple[int, int, int]:
 
 
 def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int]:
-    """Write a tensor's record, in the order of the fields in kernels.py."""
-    from nero.backends.triton import kernels
-
+    """Write a tensor's record."""
     job, settings = line.job, line.settings
-    record = [
-        job.parameter.data_ptr(),
-        *(job.state[key].data_ptr() for key in ("grad_norm", "step", "skipped")),
-        *(job.state[key].data_ptr() if key in job.state else 0 for key in ("scale", "radius")),
-        *line.layout,
-        bits(settings.beta),
-        bits(1 - settings.beta),
-        bits(math.log(settings.beta) if settings.beta else -math.inf),
-        bits(1 / settings.longest),
-        bits(settings.scale or 0.0),
-        bits(job.pull),
-        line.group,
-        shape,
-        first_tile,
-        first_sum,
-    ]
-    assert len(record) == kernels.FIELDS.value
-    return record
+    record = {
+        "weight": job.parameter.data_ptr(),
+        "average": job.state["grad_norm"].data_ptr(),
+        "step": job.state["step"].data_ptr(),
+        "skipped": job.state["skipped"].data_ptr(),
+        "scale": job.state["scale"].data_ptr() if "scale" in job.state else 0,
+        "radius": job.state["radius"].data_ptr() if "radius" in job.state else 0,
+        **line.layout._asdict(),
+        "beta": bits(settings.beta),
+        "one_minus_beta": bits(1 - settings.beta),
+        "log_beta": bits(math.log(settings.beta) if settings.beta else -math.inf),
+        "least_divisor": bits(1 / settings.longest),
+        "given_scale": bits(settings.scale or 0.0),
+        "pull": bits(job.pull),
+        "group": line.group,
+        "shape": shape,
+        "first_tile": first_tile,
+        "sums": first_sum,
+    }
+    return [record[field] for field in RECORD_FIELDS]
 
 
 def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:

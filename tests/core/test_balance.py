@@ -240,7 +240,6 @@ def test_balance_of_no_module_raises(call):
         call([torch.randn(3, 3)])
 
 
-# -- the rival ---------------------------------------------------------------------------------
 def test_centred_weight_norm_equals_eq_cwn():
     layer = nn.Linear(9, 4).double()
     raw = layer.weight.detach().clone()

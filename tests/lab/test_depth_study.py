@@ -47,7 +47,6 @@ def section(title: str) -> str:
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
-# -- records and what is made of them --------------------------------------------------------------
 def test_records_are_one_line_per_run():
     records = read_records(ROOT / "results/depth")
     assert len(records) == 471
@@ -94,8 +93,6 @@ def test_guide_code_prints_what_it_shows(block: int, capsys: pytest.CaptureFixtu
     exec(code, {})
     assert capsys.readouterr().out == shown
 
-
-# -- depths ----------------------------------------------------------------------------------------
 
 #: Narrower networks, and smaller vocabularies, of the same depth.
 SMALL = {
@@ -144,7 +141,6 @@ def test_discriminator_depth_varies_as_the_page_says(seed: int):
     assert low - 0.05 <= count_depth(network, seed)[1] <= high + 0.05
 
 
-# -- findings --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("layers", LAYERS)
 def test_perceptron_by_auto_is_within_a_point_of_best_rate(layers: int, study: Study):
     task = f"perceptron-{layers}"

@@ -1,4 +1,4 @@
-"""The project as a whole: a light import, one-way arrows, documented names, small files."""
+"""The project as a whole: a light import, one-way arrows, documented names, small files, and the examples."""
 
 import ast
 import inspect
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import nero
 
@@ -19,7 +20,6 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 BACKENDS = sorted((ROOT / "src/nero/backends").rglob("*.py"))
 MAX_IMPORT_S = 0.03
 MAX_SOURCE_LINES, MAX_TEST_LINES, MAX_FILES = 450, 600, 350
-
 # importing again in one process costs as much as in a fresh one, without the seconds of torch
 IMPORT_NERO = """
 import gc, json, sys, time, torch
@@ -120,3 +120,22 @@ def test_demo_record_has_nero_alone_above_chance():
     others = [run for run in runs if run["optimiser"] != "Nero"]
     assert {run["optimiser"] for run in others} == {"SGD", "Adam", "LAMB"}
     assert all(run["training"] < 0.13 for run in others)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [("watch", ["--epochs", "1"], "test accuracy"), ("gains", ["--quick", "--seeds", "1"], "every run")],
+)
+def test_example_runs_and_writes_its_figure(
+    script: str, options: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    threads = torch.get_num_threads()
+    done = runpy.run_path(str(ROOT / f"examples/{script}.py"))["main"]([*options, "--out", str(tmp_path)])
+    torch.set_num_threads(threads)
+    assert done == 0
+    assert says in capsys.readouterr().out
+    assert (tmp_path / f"{script}.png").stat().st_size > 20_000
+    found, committed = (
+        json.loads((folder / f"{script}.json").read_text()) for folder in (tmp_path, ROOT / "docs/figures")
+    )
+    assert found.keys() == committed.keys()

@@ -1,14 +1,18 @@
-"""lr="auto": the count at the first forward pass, and the steps after it."""
+"""lr="auto": the count at the first forward pass, the steps after it, and DistributedDataParallel."""
 
 import copy
+import json
 import math
+import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from depth_networks import Block, X, perceptron, turn_of_first_layer
+from networks import Block, X, turn_of_first_layer, uniform_perceptron
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +25,7 @@ from nero.auto.depth import LONGEST_STEP, TRUST
 @pytest.mark.parametrize("layers", [2, 10])
 def test_auto_lr_equals_trust_divided_by_depth(backend, layers):
     torch.manual_seed(0)
-    model = perceptron(layers, width=8).double()
+    model = uniform_perceptron(layers, width=8).double()
     optimiser = nero.Nero(model, lr="auto", backend=backend)
     twin = copy.deepcopy(model)
     plain = nero.Nero(twin, lr=TRUST / layers, longest_step=LONGEST_STEP, backend=backend)
@@ -37,7 +41,7 @@ def test_auto_lr_equals_trust_divided_by_depth(backend, layers):
 
 
 def test_auto_lr_sets_longest_step_unless_given():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     assert LONGEST_STEP == 3
     for options, longest in (
         ({"lr": "auto"}, LONGEST_STEP),
@@ -52,7 +56,7 @@ def test_auto_lr_sets_longest_step_unless_given():
 
 def test_tensor_lr_is_divided_by_depth():
     torch.manual_seed(0)
-    model = perceptron(4)
+    model = uniform_perceptron(4)
     assert turn_of_first_layer(model, nero.Nero(model, lr=torch.tensor(0.04), depth=4)) == pytest.approx(0.01, rel=0.1)
     assert turn_of_first_layer(model, nero.Nero(model, lr=0.04, depth=4.0, maximize=True)) == pytest.approx(
         0.01, rel=0.1
@@ -60,7 +64,7 @@ def test_tensor_lr_is_divided_by_depth():
 
 
 def test_scheduler_changes_auto_lr():
-    model = perceptron(4)
+    model = uniform_perceptron(4)
     optimiser = nero.Nero(model, lr="auto")
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimiser, 0.5)
     first = turn_of_first_layer(model, optimiser)
@@ -101,7 +105,7 @@ def test_count_does_not_consume_inputs(trained):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_model_with_activation_checkpointing_is_counted(reentrant):
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     inputs = X.clone().requires_grad_()  # needed by the reentrant version
     checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
@@ -110,7 +114,7 @@ def test_model_with_activation_checkpointing_is_counted(reentrant):
 
 
 def test_hook_counts_once_and_removes_itself():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     assert len(model._forward_pre_hooks) == 1
     with torch.no_grad():
@@ -125,7 +129,7 @@ def test_hook_counts_once_and_removes_itself():
 
 
 def test_layer_added_before_first_run_is_counted():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     model.append(nn.Linear(2, 2))
     optimiser.add_param_group({"params": model[-1]})
@@ -135,7 +139,7 @@ def test_layer_added_before_first_run_is_counted():
 
 
 def test_group_of_another_model_needs_its_own_count():
-    model, other = perceptron(3), perceptron(2)
+    model, other = uniform_perceptron(3), uniform_perceptron(2)
     optimiser = nero.Nero(model, lr="auto")
     optimiser.add_param_group({"params": other})
     (model(X).sum() + other(X).sum()).backward()
@@ -151,7 +155,7 @@ def test_group_of_another_model_needs_its_own_count():
 
 @pytest.mark.parametrize("how", ["loaded", "copied", "set", "count_depth"])
 def test_added_group_takes_the_depth_of_the_others(how):
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     if how == "count_depth":
         optimiser = nero.Nero(nero.param_groups(model), lr=TRUST)
@@ -172,7 +176,7 @@ def test_added_group_takes_the_depth_of_the_others(how):
 
 
 def test_failed_run_is_counted_at_the_next_run():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     with pytest.raises(RuntimeError, match="mat1"):
         model(torch.randn(2, 3))
@@ -181,7 +185,7 @@ def test_failed_run_is_counted_at_the_next_run():
 
 
 def test_step_before_the_count_raises():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     before = copy.deepcopy(model.state_dict())
     model[4](model[2:4](X)).sum().backward()  # parts of the model are not counted
@@ -191,7 +195,7 @@ def test_step_before_the_count_raises():
 
 
 def test_copies_and_checkpoints_keep_the_depth():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     assert nero.depth_of(pickle.loads(pickle.dumps(model)), X) == 3
     copied = copy.deepcopy(model)
@@ -215,20 +219,20 @@ def test_copies_and_checkpoints_keep_the_depth():
 @pytest.mark.parametrize("depth", [0, -1, math.nan, math.inf, "deep", True])
 def test_bad_depth_raises(depth):
     with pytest.raises(ValueError, match="depth must be finite and positive"):
-        nero.Nero(perceptron(), depth=depth)
+        nero.Nero(uniform_perceptron(), depth=depth)
 
 
 def test_auto_lr_without_the_model_raises():
     for options in ({"lr": "auto"}, {"depth": "auto"}):
         with pytest.raises(ValueError, match="need the model itself"):
-            nero.Nero(perceptron().parameters(), **options)
+            nero.Nero(uniform_perceptron().parameters(), **options)
     with pytest.raises(ValueError, match="lr must be"):
-        nero.Nero(perceptron(), lr="automatic")
+        nero.Nero(uniform_perceptron(), lr="automatic")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripted_model_raises_before_any_change():
-    model = torch.jit.script(perceptron(3))
+    model = torch.jit.script(uniform_perceptron(3))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(
         ValueError,
@@ -244,14 +248,14 @@ def test_scripted_model_raises_before_any_change():
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_model_can_be_scripted_after_the_count():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     nero.Nero(model, lr="auto")
     model(X)
     torch.testing.assert_close(torch.jit.script(model)(X), model(X))
 
 
 def test_count_depth_serves_groups_made_by_hand():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(nero.param_groups(model), lr=0.06)
     optimiser.count_depth(model)
     assert turn_of_first_layer(model, optimiser) == pytest.approx(0.02, rel=0.1)
@@ -280,7 +284,7 @@ def test_depth_counted_as_the_error_advises_equals_auto():
 
 
 def test_hook_of_a_deleted_optimiser_removes_itself():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     nero.Nero(model, lr="auto")  # not referenced
     model(X)
     assert not model._forward_pre_hooks
@@ -288,7 +292,7 @@ def test_hook_of_a_deleted_optimiser_removes_itself():
 
 def test_depth_already_set_is_not_counted():
     """A resumed run makes no extra forward pass, and so draws the same random numbers."""
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     for group in optimiser.param_groups:
         group["depth"] = 7.0
@@ -301,7 +305,7 @@ def test_depth_already_set_is_not_counted():
 
 
 def test_given_depth_is_kept():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto", depth=20)
     model(X)
     assert {(group["lr"], group["depth"]) for group in optimiser.param_groups} == {(TRUST, 20)}
@@ -321,7 +325,7 @@ def test_unfrozen_uncounted_neurons_warn_once(frozen_first):
     model.requires_grad_(True)
     with pytest.warns(UserWarning, match=r"^0\.weight and 8 more .* call optimiser\.count_depth\(model\)") as caught:
         turn_of_first_layer(model, optimiser)
-    assert [Path(each.filename).stem for each in caught] == ["depth_networks"], "the caller of step()"
+    assert [Path(each.filename).stem for each in caught] == ["networks"], "the caller of step()"
     turn_of_first_layer(model, optimiser)
     optimiser.count_depth(model)
     turn_of_first_layer(model, optimiser)
@@ -330,7 +334,7 @@ def test_unfrozen_uncounted_neurons_warn_once(frozen_first):
 
 @pytest.mark.parametrize("how", ["unfrozen before", "counted again", "set", "given", "as a default"])
 def test_neurons_of_known_depth_do_not_warn(how):
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     model[0].requires_grad_(False)
     optimiser = nero.Nero(model, lr="auto", depth=7.0 if how == "as a default" else None)
     if how != "unfrozen before":
@@ -349,7 +353,7 @@ def test_neurons_of_known_depth_do_not_warn(how):
 
 
 def test_neurons_added_after_the_count_warn():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     turn_of_first_layer(model, optimiser)
     model.append(nn.Linear(2, 2))
@@ -362,7 +366,7 @@ def test_neurons_added_after_the_count_warn():
 
 
 def test_two_optimisers_count_one_model():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     optimisers = [nero.Nero(model, lr="auto") for _ in range(2)]
     optimisers[0].count_depth(model)
     seen = []
@@ -440,11 +444,11 @@ def test_nonfinite_batch_is_not_counted_but_the_next_is(bad):
     model(X).sum().backward()
     optimiser.step()
     assert optimiser.param_groups[0]["depth"] == pytest.approx(nero.depth_of(model, X), rel=0.1)
-    assert nero.depth_of(perceptron(4), broken) == 4  # no branches, so no shares
+    assert nero.depth_of(uniform_perceptron(4), broken) == 4  # no branches, so no shares
 
 
 def test_each_model_has_its_own_depth():
-    short, long = perceptron(2), perceptron(7)
+    short, long = uniform_perceptron(2), uniform_perceptron(7)
     optimiser = nero.Nero([*nero.param_groups(short), *nero.param_groups(long)], lr=0.1)
     for model in (short, long):
         optimiser.count_depth(model)
@@ -455,6 +459,85 @@ def test_each_model_has_its_own_depth():
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, (got|not) int"):
         optimiser.count_depth(3)
     with pytest.raises(ValueError, match="no parameter of this model"):
-        optimiser.count_depth(perceptron(2))
+        optimiser.count_depth(uniform_perceptron(2))
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, (got|not) int"):
         nero.depth_of(3, X)
+
+
+#: Two processes of DistributedDataParallel. Each writes its errors, its depths and its final weights. The second is
+#: forked after the imports, which take most of the time.
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch, torch._dynamo, nero, nero.auto.depth  # DistributedDataParallel imports dynamo
+from torch import distributed, nn
+
+class Loop(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs, times):
+        if not times:
+            raise ValueError("times is zero")
+        for _ in range(times):
+            inputs = self.layer(inputs)
+        return inputs
+
+def error_of_step(optimiser):
+    try:
+        optimiser.step()
+    except RuntimeError as error:
+        return str(error)
+
+folder = Path(sys.argv[1])
+child = os.fork()
+rank = int(child == 0)
+distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+errors, depths, weights = [], [], []
+for wrapped_first in (False, True):
+    torch.manual_seed(0)
+    model = Loop()
+    if wrapped_first:
+        parallel = nn.parallel.DistributedDataParallel(model)
+        optimiser = nero.Nero(parallel, lr="auto")
+    else:
+        optimiser = nero.Nero(model, lr="auto")
+        model(torch.randn(4, 8), 1 + rank)  # outside of DistributedDataParallel
+        errors.append(error_of_step(optimiser))
+        parallel = nn.parallel.DistributedDataParallel(model)
+        if rank == 0:
+            model(torch.randn(4, 8), 2)
+        try:
+            parallel(torch.randn(4, 8), 2 * rank)  # fails on rank 0
+        except ValueError:
+            pass
+        errors.append(error_of_step(optimiser))
+    torch.manual_seed(rank)
+    for times in (2 + 3 * rank, 1):
+        optimiser.zero_grad()
+        parallel(torch.randn(4, 8), times).square().mean().backward()
+        optimiser.step()
+    depths.append(optimiser.param_groups[0]["depth"])
+    weights += model.layer.weight.flatten().tolist()
+distributed.destroy_process_group()
+(folder / f"{rank}.json").write_text(json.dumps([errors, depths, weights]))
+if child:
+    os.waitpid(child, 0)
+"""
+
+
+def test_processes_agree_on_the_greatest_depth(tmp_path: Path):
+    """No process counts alone, and if one cannot count, none does until all can."""
+    subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=60,
+        check=True,
+    )
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert "not known yet (this is one of several processes" in first[0][0] == second[0][0]
+    assert "not known yet (ValueError: times is zero)" in first[0][1]
+    assert "not known yet (another process could not count it)" in second[0][1]
+    assert first[1] == second[1] == [5.0, 5.0]
+    assert first[2] == pytest.approx(second[2])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from depth_networks import NORMS, Block, Branches, CustomForward, TiedEmbedding, X, perceptron, rms
+from networks import NORMS, Block, Branches, CustomForward, TiedEmbedding, X, rms, uniform_perceptron
 from torch import nn
 
 import nero
@@ -14,7 +14,7 @@ import nero
 
 @pytest.mark.parametrize("layers", [1, 2, 7, 50])
 def test_layers_in_a_row_count_one_each(layers):
-    assert nero.depth_of(perceptron(layers), X) == layers
+    assert nero.depth_of(uniform_perceptron(layers), X) == layers
 
 
 def test_deepest_of_concatenated_branches_counts():
@@ -46,7 +46,7 @@ def test_added_constants_and_inputs_do_not_count(by):
     class Shifted(nn.Module):
         def __init__(self):
             super().__init__()
-            self.body = perceptron(3)
+            self.body = uniform_perceptron(3)
 
         def forward(self, inputs):
             return self.body(inputs) + by * torch.ones(2) - inputs[:, :2]
@@ -84,7 +84,7 @@ def test_depth_of_common_architectures():
     convolutions(images)
     assert nero.depth_of(convolutions, images) == 2
     assert nero.depth_of(TiedEmbedding(), torch.arange(4)) == 2
-    normed = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), perceptron(2))
+    normed = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), uniform_perceptron(2))
     assert nero.depth_of(normed, X) == 3
     layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0) for _ in range(3)]
     encoder = nn.Sequential(*layers)
@@ -95,7 +95,7 @@ def test_depth_of_common_architectures():
 
 
 def test_depth_of_leaves_the_model_unchanged():
-    model = nn.Sequential(nn.BatchNorm1d(8), perceptron(2))
+    model = nn.Sequential(nn.BatchNorm1d(8), uniform_perceptron(2))
     model[1].eval()
     before = copy.deepcopy(model.state_dict())
     nero.depth_of(model, X)
@@ -124,7 +124,7 @@ def test_copied_inputs_keep_views_and_attributes():
 
 
 def test_modules_that_share_hooks_are_counted():
-    model = perceptron(3)
+    model = uniform_perceptron(3)
     waiting = nero.Nero(model, lr="auto")
 
     class Both(nn.Module):
@@ -158,7 +158,7 @@ def test_model_on_meta_device_has_no_depth():
 
 
 def test_frozen_layers_do_not_count():
-    model = perceptron(10)
+    model = uniform_perceptron(10)
     model[:-1].requires_grad_(False)
     assert nero.depth_of(model, X) == 1
     optimiser = nero.Nero(model[-1].parameters(), lr=0.01)

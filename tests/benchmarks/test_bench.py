@@ -1,6 +1,7 @@
-"""The benchmark's command line, on tiny sizes."""
+"""The benchmark's command line, figure and tables, and the cost of readings, on tiny sizes."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import figure
 import growth
 import pytest
 import step
+import tables
 import torch
+import watch_cost
 
 from nero.backends import eager
 from nero.backends.plan import BACKENDS
@@ -78,3 +81,72 @@ def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         bench.main(["--sections", "step,steps"])
     assert "--sections must be among step, growth, end-to-end, got steps" in capsys.readouterr().err
+
+
+def test_committed_record_is_drawn(tmp_path: Path):
+    shutil.copy(figure.ROOT / "benchmarks/results/cuda.json", tmp_path)
+    assert figure.main(["--results", str(tmp_path), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "step-cuda.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_cost_tables_match_the_records(name: str):
+    text = (tables.ROOT / name).read_text()
+    assert tables.BLOCK.search(text)
+    assert tables.filled(text) == text, "run python benchmarks/tables.py"
+
+
+def test_every_cost_table_is_on_a_page():
+    text = "".join((tables.ROOT / name).read_text() for name in tables.PAGES)
+    assert {name for _, name, _ in tables.BLOCK.findall(text)} == set(tables.TABLES)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_committed_records_are_of_whole_runs(device: str):
+    record = tables.record(device)
+    assert not record["quick"]
+    assert {"step", "growth", "end-to-end"} <= set(record)
+    page = (tables.ROOT / "docs/speed.md").read_text()
+    assert record["machine"] in page
+    assert record["torch"] in page
+
+
+def test_state_is_a_small_share_of_adams():
+    """README says at most 0.2 %."""
+    for device, backend in (("cpu", "numba"), ("cuda", "triton")):
+        rows = [row for row in tables.record(device)["step"] if row["optimiser"] == f"Nero ({backend})"]
+        assert max(row["state_of_adam"] for row in rows) <= 0.002
+
+
+def test_distances_grow_as_images_get_worse():
+    record = json.loads((tables.ROOT / "benchmarks/results/distances.json").read_text())
+    (found,) = record["from training images to"].values()
+    assert found["themselves"] < 1e-6 < found["test"] < found["test, upside down"] < found["noise"]
+    page = (tables.ROOT / "docs/paper/cgan.md").read_text()
+    assert all(f"| {name} | {distance:.3g} |" in page for name, distance in found.items())
+
+
+def measured(out: Path, *options: str) -> dict:
+    assert watch_cost.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(out), *options]) == 0
+    return json.loads((out / "watch-cpu.json").read_text())
+
+
+def test_cost_of_readings_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch_cost, "STEPS_PER_READING", 2)
+    found = measured(tmp_path)
+    assert (found["quick"], found["every"]) == (True, 2)
+    kinds = [row["workload"].rpartition(", ")[2] for row in found["rows"]]
+    assert kinds == ["the optimiser alone"] * 2 + ["training"] * 2
+    for row in found["rows"]:
+        slower = 100 * row["milliseconds_a_reading"] / (2 * row["milliseconds_a_step"])
+        assert row["per_cent_slower"] == pytest.approx(slower, rel=0.01)
+        assert row["kept_bytes"] <= 2 * row["weights_bytes"]
+        low, middle, high = row["per_cent_slower_in_blocks"]
+        assert low <= middle <= high
+
+
+def test_long_blocks_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch_cost, "STEPS_PER_READING", 2)
+    monkeypatch.setattr(watch_cost, "shape_sets", lambda _: [])
+    rows = measured(tmp_path, "--longest", "0")["rows"]
+    assert {row["per_cent_slower_in_blocks"] for row in rows} == {None}

@@ -1,8 +1,19 @@
-"""Turns, ratios and the clock."""
+"""Contenders, their shapes and steps, and how they are timed and compared."""
 
+import io
+import json
+import sys
+from types import SimpleNamespace
+
+import compare
+import contenders
 import pytest
+import shapes
+import step
 import timing
 import torch
+
+import nero
 
 
 class StubClock(timing.Clock):
@@ -65,3 +76,70 @@ def test_cuda_events_are_converted_to_seconds(monkeypatch: pytest.MonkeyPatch):
     assert clock.device_seconds(lambda: None, 4, 0.1) == pytest.approx(0.003)
     Event.passed = True  # the device woke before all steps were queued
     assert clock.device_seconds(lambda: None, 4, 0.1) is None
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", compare.KINDS)
+def test_measure_takes_the_steps_asked_for(kind: str):
+    parameter = torch.nn.Parameter(torch.randn(4, 5))
+    parameter.grad = torch.randn(4, 5)
+    optimiser, grad = nero.Nero([parameter]), parameter.grad
+    assert compare.measure(optimiser, kind, 3, CPU) > 0
+    assert optimiser.state[parameter]["step"] == 3
+    assert (parameter.grad is grad) == (kind == "in place")
+
+
+def test_serve_answers_each_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    request = json.dumps({"name": "rehearsal", "kind": "fresh", "steps": 2})
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{request}\n{request}\n"))
+    compare.serve(CPU, quick=True)
+    assert [float(line) > 0 for line in capsys.readouterr().out.splitlines()] == [True, True]
+
+
+def test_folder_without_nero_is_an_error(tmp_path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path)])
+    assert "holds the package nero" in capsys.readouterr().err
+
+
+def test_contenders_include_torch_nero_and_other_libraries(monkeypatch: pytest.MonkeyPatch):
+    library = SimpleNamespace(Nero=torch.optim.SGD, LAMB=torch.optim.Adam)
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", library)
+    found, notes = contenders.find_contenders(torch.device("cpu"), with_compiled=True)
+    names = [contender.name for contender in found]
+    assert len(set(names)) == len(names)
+    assert {"Adam (fused)", "SGD (compiled)", "Nero (pytorch_optimizer)", "Lamb (pytorch_optimizer)"} <= set(names)
+    assert {"Nero (eager)", "Nero (foreach)"} <= set(names)
+    assert [note.partition(":")[0] for note in notes] == ["Muon"]
+
+
+def test_contenders_that_cannot_run_are_noted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    found, notes = contenders.find_contenders(torch.device("cpu"), with_compiled=False)
+    assert not any("compiled" in contender.name or "pytorch_optimizer" in contender.name for contender in found)
+    assert len(notes) == 3
+
+
+@pytest.mark.parametrize(("total", "tensors"), [(100_000_000, 10_000), (16_000_000, 10), (2**31, 2048)])
+def test_matrices_add_up_to_the_total(total: int, tensors: int):
+    made = shapes.matrices(total, tensors)
+    assert made.total == pytest.approx(total, rel=0.01)
+    assert sum(map(len, made.by_axes.values())) == tensors
+
+
+def test_gpt2_xl_has_the_published_size():
+    assert shapes.gpt2_xl().total == pytest.approx(1.5576e9, rel=1e-3)
+    assert shapes.gpt2_xl().distinct.total < 2e8
+
+
+def test_contender_that_fails_is_left_out():
+    def refuse(_: object) -> torch.optim.Optimizer:
+        raise RuntimeError("not today")
+
+    bench = timing.Bench(torch.device("cpu"), timing.Budget(2, 0.0, 2, 0.0), 1e9, True, 0.0)
+    bad = contenders.Contender("Bad", refuse)
+    rows = step.measure(shapes.matrices(64, 1), [*contenders.REFERENCES, bad], bench)
+    assert [row["optimiser"] for row in rows] == ["Adam (fused)", "SGD (fused)"]
+    assert bench.notes == ["Bad, 1 matrices: RuntimeError: not today"]

@@ -1,13 +1,14 @@
-"""state_dict, load_state_dict, deepcopy and pickle."""
+"""Checkpoints: state_dict, deepcopy and pickle, exact resumption, and refused checkpoints of another model."""
 
 import copy
 import io
 import math
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from training import assert_same, assert_same_state, network, train
 
 import nero
@@ -150,3 +151,177 @@ def test_checkpoint_without_longest_step_loads(backend: str):
     optimiser = nero.Nero(nn.Linear(4, 3), longest_step=3, backend=backend)
     optimiser.load_state_dict(saved)
     assert [group["longest_step"] for group in optimiser.param_groups] == [math.inf] * 2
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(40, 9),
+    "wide linear": lambda: nn.Linear(600, 5),
+    "conv": lambda: nn.Conv2d(6, 8, 3),
+    "transposed conv": lambda: nn.ConvTranspose2d(6, 8, 3, groups=2),
+    "embedding": lambda: nn.Embedding(30, 16, padding_idx=0),
+}
+ORDERS = ("load model, build, load optimiser", "build, load model, load optimiser", "build, load optimiser, load model")
+
+
+def resumed(make, order: str, saved: tuple[dict, dict], **options: object) -> tuple[nn.Module, nero.Nero]:
+    """Load a checkpoint into a new model and optimiser."""
+    torch.manual_seed(99)
+    model, optimiser = make(), None
+    for action in order.split(", "):
+        if action == "build":
+            optimiser = nero.Nero(model, **options)
+        elif action == "load model":
+            model.load_state_dict(saved[0])
+        else:
+            optimiser.load_state_dict(saved[1])
+    return model, optimiser
+
+
+def bits(model: nn.Module, optimiser: nero.Nero) -> list[Tensor]:
+    state = [value for parameter in model.parameters() for value in optimiser.state[parameter].values()]
+    return [*(parameter.detach() for parameter in model.parameters()), *state]
+
+
+@pytest.mark.parametrize(("order", "fix_norm"), [*((order, True) for order in ORDERS), (ORDERS[0], "initial")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_resumed_run_equals_undisturbed(dtype: torch.dtype, order: str, fix_norm: bool | str, backend: str):
+    def make() -> nn.Module:
+        return nn.Sequential(*(make_layer() for make_layer in LAYERS.values())).to(dtype)
+
+    torch.manual_seed(0)
+    model = make()
+    optimiser = nero.Nero(model, lr=0.02, fix_norm=fix_norm, backend=backend)
+    train(model, optimiser, range(3))
+    saved = copy.deepcopy((model.state_dict(), optimiser.state_dict()))
+    train(model, optimiser, range(3, 6))
+    other, resumed_optimiser = resumed(make, order, saved, lr=0.02, fix_norm=fix_norm, backend=backend)
+    train(other, resumed_optimiser, range(3, 6))
+    for found, wanted in zip(bits(other, resumed_optimiser), bits(model, optimiser), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_rebuilt_optimiser_keeps_the_weights(dtype: torch.dtype, backend: str):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(make() for make in LAYERS.values())).to(dtype)
+    optimiser = nero.Nero(model, backend=backend)
+    for steps in (range(1), range(1, 4)):
+        train(model, optimiser, steps)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        nero.Nero(model, backend=backend)
+        nero.balance_(model)
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+def test_checkpoint_of_version_0_1_0_loads():
+    saved = torch.load(Path(__file__).parents[1] / "data/checkpoint-0.1.0.pt", weights_only=True)
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.Linear(4, 2))
+
+    model, optimiser = resumed(make, ORDERS[0], (saved["model"], saved["optimiser"]), lr=0.02, fix_norm="initial")
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimiser.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, saved["after"][name], rtol=1e-5, atol=1e-6)
+
+
+def _checkpoint(model: nn.Module, kind: type[torch.optim.Optimizer] = nero.Nero) -> dict:
+    params = model if kind is nero.Nero else model.parameters()
+    optimiser = kind(params, lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    return optimiser.state_dict()
+
+
+def _with_other_axes(saved: dict) -> dict:
+    saved["param_groups"][0]["fan_in_axes"] = (0,)
+    return saved
+
+
+def _without_option(saved: dict) -> dict:
+    saved["param_groups"][1].pop("beta")
+    return saved
+
+
+def _with_bad_option(saved: dict) -> dict:
+    saved["param_groups"][1]["beta"] = 7.0
+    return saved
+
+
+def _with_short_average(saved: dict) -> dict:
+    saved["state"][3]["grad_norm"] = torch.zeros(1)
+    return saved
+
+
+def _with_nan_average(saved: dict) -> dict:
+    saved["state"][3]["grad_norm"][0] = math.nan
+    return saved
+
+
+def _with_average(saved: dict, average: object) -> dict:
+    saved["state"][3]["grad_norm"] = average
+    return saved
+
+
+def _without_average(saved: dict) -> dict:
+    saved["state"][3].pop("grad_norm")
+    return saved
+
+
+MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (lambda: _checkpoint(nn.Linear(4, 3)), "another model"),
+        (
+            lambda: _checkpoint(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5))),
+            r"grad_norm of 1\.weight has the shape \(5, 1\)",
+        ),
+        (lambda: _checkpoint(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))), r"'2\.weight'.*'1\.weight'"),
+        (lambda: _checkpoint(MODEL(), torch.optim.Adam), "another model, or the groups"),
+        (lambda: _without_option(_checkpoint(MODEL())), r"lacks the options \['beta'\]"),
+        (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
+        (lambda: _without_average(_checkpoint(MODEL())), "grad_norm.*another optimiser"),
+        (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias has the shape \(1,\)"),
+        (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None where"),
+        (lambda: _with_nan_average(_checkpoint(MODEL())), "must be finite"),
+        (lambda: _with_average(_checkpoint(MODEL()), torch.full((2,), 1e300, dtype=torch.float64)), "must be finite"),
+        (
+            lambda: _with_average(_checkpoint(MODEL()), "large"),
+            r"grad_norm of 1\.bias must be a tensor, but .* 'large'",
+        ),
+        (lambda: _with_average(_checkpoint(MODEL()), None), r"grad_norm of 1\.bias must be a tensor, but it is None"),
+        (
+            lambda: _with_other_axes(_checkpoint(MODEL())),
+            r"0\.weight holds neurons along axes \(0,\) in the checkpoint",
+        ),
+        (lambda: {"state": {}, "param_groups": [{}]}, "lacks 'params'"),
+        (lambda: None, "got a NoneType"),
+        (lambda: {"model": 1}, "not an optimiser's state_dict"),
+    ],
+)
+def test_load_of_checkpoint_that_does_not_fit_raises(saved, message: str):
+    model = MODEL()
+    optimiser = nero.Nero(model)
+    before = copy.deepcopy(optimiser.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimiser.load_state_dict(saved())
+    after = optimiser.state_dict()
+    assert after["param_groups"] == before["param_groups"], "nothing half-loaded"
+    for key, entry in after["state"].items():
+        assert all(torch.equal(entry[name], before["state"][key][name]) for name in entry)
+
+
+def test_load_of_adam_state_in_equal_groups_raises():
+    """The groups have equal sizes, so that only their options differ."""
+    model = MODEL()
+    optimiser = nero.Nero(model.parameters())
+    with pytest.raises(ValueError, match="lacks the options"):
+        optimiser.load_state_dict(_checkpoint(MODEL(), torch.optim.Adam))

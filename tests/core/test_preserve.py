@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from theory_networks import perceptron, weights_of
+from networks import perceptron, weights_of
 from torch import Tensor, nn
 
 import nero

@@ -145,13 +145,12 @@ def finish(training):
 
 def start_run(loop, store, epochs=None):
     """Save a run of a tiny task of the loop after one step. Return the task, the settings and the data."""
-    from lab import gan_cases as cgan
-    from lab import pong_cases as pong
+    from lab.loop_cases import ECHO, TINY_GAME, TINY_GAN, noise_images
 
     task, data = {
         "supervised": (TINY, make_data()),
-        "adversarial": (cgan.TINY, cgan.made()),
-        "agent": (pong.TINY, pong.ECHO),
+        "adversarial": (TINY_GAN, noise_images()),
+        "agent": (TINY_GAME, ECHO),
     }[loop]
     settings = task.settings("adam", epochs=epochs)
     training = (task.loop or Supervised)(task, settings, data, None)

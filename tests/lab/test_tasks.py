@@ -1,29 +1,43 @@
-"""The paper's tasks: their settings, and a short training of each."""
+"""The paper's tasks and ImageNet: settings, schedules, contenders, commands, and a short training of each."""
 
+import json
+import math
 import os
+import re
 import sys
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from lab.helpers import finish, make_data
 from torch import nn
 
+pytest.importorskip("PIL")
+
+from lab.helpers import finish, make_data
+from lab.photo_cases import SMALL, TASK, decoded, write_class_folder
+from rich.console import Console
+
 import nero
-from nero_lab import cli
-from nero_lab.data import Images, corpus, load, pairs
+from nero_lab import baselines, cli
+from nero_lab.data import Images, corpus, decoder_pool, load, pairs
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
-from nero_lab.protocol import SettingError, best_rate, constant
+from nero_lab.protocol import (
+    SettingError,
+    best_rate,
+    constant,
+    decay_each_epoch,
+    warm_up_then_cosine,
+    warm_up_then_drop,
+)
 from nero_lab.store import Store, read_records
 from nero_lab.tasks import TASKS, task_named
 
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
-
-
 SUPERVISED = [task for task in TASKS.values() if task.shows and task.loop is None and task.dataset != "imagenet"]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 
@@ -151,3 +165,152 @@ def test_real_mnist_subset_trains(tmp_path, monkeypatch):
     assert end.value.code in (0, None)
     (record,) = read_records(tmp_path)
     assert record["curve"]["train_accuracy"][0] == pytest.approx(0.834, abs=0.03)
+
+
+def test_best_rate_last_epoch_decides_and_ties_go_to_paper():
+    task = TASKS["mnist-deep"]
+
+    def record(lr, *accuracy):
+        return {"optimiser": "nero", "lr": lr, "curve": {"train_accuracy": list(accuracy)}}
+
+    assert best_rate(task, [record(0.0001, 0.99, 0.2), record(0.001, 0.1, 0.3), record(0.01, 0.1, 0.1)]) == 0.001
+    assert best_rate(task, [record(rate, 0.1124) for rate in task.grid]) == 0.001
+    assert best_rate(task, [record(0.1, 0.2), record(0.01, 0.2)]) == 0.01
+    assert best_rate(task, [record(0.1, None), record(0.01, 0.0)]) == 0.01
+
+
+def test_schedules_match_their_formulas():
+    decay = decay_each_epoch(0.9)
+    assert [decay(step, 10) for step in (0, 9, 10, 25)] == pytest.approx([1, 1, 0.9, 0.81])
+    paper = TASKS["cifar10-vgg11"].schedule
+    assert paper(0, 391) == 1 / (5 * 391)
+    assert paper(5 * 391 - 1, 391) == 1
+    found = [paper(epoch * 391, 391) for epoch in (5, 99, 100, 149, 150, 180, 198)]
+    assert found == pytest.approx([1, 1, 0.2, 0.2, 0.04, 0.008, 0.008])
+    assert warm_up_then_drop(2, 0.5, at=())(1, 2) == 0.5
+
+
+def test_run_name_lists_departures_from_the_paper():
+    task = TASKS["mnist-deep"]
+    names = [
+        task.run_name(task.settings("nero")),
+        task.run_name(task.settings("sgd", 0.1, seed=2, precision="tf32")),
+        task.run_name(task.settings("sgd", 0.1, epochs=3)),
+    ]
+    assert names == ["nero-lr0.001-seed0", "sgd-lr0.1-seed2-tf32", "sgd-lr0.1-seed0-epochs3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"contender": "nerro"}, "take one of nero"),
+        ({"lr": -1.0}, "learning rate"),
+        ({"lr": math.nan}, "learning rate"),
+        ({"lr": 1e40}, "learning rate"),
+        ({"seed": -1}, "seed"),
+        ({"epochs": 0}, "1 to 50 epochs"),
+        ({"epochs": 51}, "1 to 50 epochs"),
+        ({"precision": "bf16"}, "one of float32, tf32"),
+    ],
+)
+def test_settings_impossible_value_raises(arguments, message):
+    with pytest.raises(SettingError, match=message):
+        TASKS["mnist-deep"].settings(**{"contender": "nero", **arguments})
+
+
+def test_schedule_warms_up_then_follows_a_cosine():
+    schedule = warm_up_then_cosine(1, 90)
+    rates = [schedule(step, 10) for step in range(900)]
+    assert rates[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert rates[10] == 1.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[10 + 445] == pytest.approx(0.5)
+    assert rates[-1] == pytest.approx((1 + math.cos(math.pi * 889 / 890)) / 2)
+    assert schedule(900, 10) == pytest.approx(0)
+
+
+def test_task_matches_the_paper():
+    """Numbers are from the paper's appendix and the authors' settings."""
+    assert (TASK.batch, TASK.epochs, TASK.metric, TASK.grid) == (400, 90, "test_accuracy", ())
+    assert "about matches SGD" in TASK.title
+    assert {name: (each.optimiser, each.best, dict(each.options)) for name, each in TASK.contenders.items()} == {
+        "nero": ("nero", 0.01, {}),
+        "nero-tuned": (
+            "nero",
+            0.02,
+            {"scale": 1.0, "gain_penalty": TASK.contenders["nero-tuned"].options["gain_penalty"]},
+        ),
+        "nero-free-gains": ("nero", 0.02, {"scale": 1.0}),
+        "sgd-decay": ("sgd", 0.1, {"momentum": 0.9, "weight_decay": 0.0001}),
+        "sgd": ("sgd", 0.1, {"momentum": 0.9}),
+    }
+    assert TASK.contenders["nero-tuned"].options["gain_penalty"] > 0
+
+
+def test_sgd_momentum_and_decay_match_reference():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimiser = baselines.make("sgd", model, 0.1, momentum=0.9, weight_decay=0.01)
+    baselines.prime(optimiser)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    velocities = [torch.zeros_like(parameter) for parameter in expected]
+    for step in range(3):
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, step + index - 1.5)
+            velocities[index] = 0.9 * velocities[index] + parameter.grad + 0.01 * expected[index]
+            expected[index] = expected[index] - 0.1 * velocities[index]
+        optimiser.step()
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), value)
+    for options, message in (({"momentum": 1.0}, "momentum must be"), ({"weight_decay": -1.0}, "weight_decay must be")):
+        with pytest.raises(ValueError, match=message):
+            baselines.make("sgd", model, 0.1, **options)
+
+
+def test_nero_tuned_steps_biases_and_pulls_gains_to_one():
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    nn.init.constant_(model[1].weight, 1.5)
+    optimiser = baselines.make("nero", model, 0.02, scale=1.0, gain_penalty=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model[1].bias.grad.fill_(3.0)
+    optimiser.step()
+    assert model[1].bias.tolist() == pytest.approx([-0.02, -0.02])
+    assert model[1].weight.tolist() == pytest.approx([1.48, 1.48])
+    assert model[0].bias.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("contender", TASK.contenders)
+def test_every_contender_trains_and_records_its_data(tmp_path: Path, contender: str):
+    data = decoded(write_class_folder(tmp_path / "made", names="ab", train=3, size=(64, 64)))
+    settings = replace(SMALL.settings(contender, epochs=1), data=data.name)
+    training = Supervised(SMALL, settings, data)
+    before = [value.detach().clone() for value in training.model.parameters()]
+    while not training.finished:
+        training.advance()
+    for value, was in zip(training.model.parameters(), before, strict=True):
+        assert value.isfinite().all()
+        assert not torch.equal(value, was)
+    assert nero.is_balanced(training.model) == contender.startswith("nero")
+    found = Store(tmp_path).finish(training)
+    assert (found["data"], found["classes"], found["crop"]) == (data.name, 2, 56)
+    assert found["processes"] == 1
+    assert (found["options"], found["batch"]) == (dict(TASK.contenders[contender].options), 4)
+    assert found["curve"]["test_accuracy"][0] in [index / 4 for index in range(5)]
+    name = f"{contender}-lr{settings.lr}-seed0-epochs1-{data.name}.json"
+    assert json.loads((tmp_path / "imagenet" / name).read_text()) == found
+
+
+def test_command_prints_the_loading_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_class_folder(tmp_path / "made", names="ab", train=3, test=1, size=(64, 64))
+    monkeypatch.setitem(TASKS, "imagenet", SMALL)
+    monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
+    output = StringIO()
+    monkeypatch.setattr(cli, "console", Console(file=output, width=160, markup=False, highlight=False))
+    arguments = ["run", "imagenet", "--data", tmp_path / "made", "--out", tmp_path / "out", "--epochs", 1]
+    monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments), "--device", "cpu"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0
+    text = " ".join(output.getvalue().split())
+    assert "in squares of 56, decoded by one process in" in text
+    assert re.search(r"trains on [\d,]+ images a second, start included; [\d,]+ can be loaded", text)

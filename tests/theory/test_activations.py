@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from theory_networks import perceptron
+from networks import perceptron
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 

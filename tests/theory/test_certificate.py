@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from theory_networks import linear_network, perceptron, solved_problem
+from networks import linear_network, perceptron, solved_problem
 from torch import nn
 
 import nero

@@ -1,14 +1,15 @@
-"""Stable steps and deep relative trust against gradients by hand."""
+"""Stable steps, relative steps and deep relative trust against gradients by hand, and inputs that are refused."""
 
 import copy
 import math
 
 import pytest
 import torch
-from theory_networks import linear_network, perceptron, weights_of
+from networks import linear_network, perceptron, solved_problem, sum_of_parameters, weights_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import nero
 from nero import theory
 
 
@@ -272,3 +273,172 @@ def test_both_gradients_see_the_same_dropout():
     step = {"0.weight": 1e-6 * torch.randn(50, 50)}
     rows = theory.relative_change(model, lambda model: model(torch.ones(4, 50)).sum(), step).layers
     assert max(row.change for row in rows) < 1e-3
+
+
+def test_relative_step_matches_hand_computation():
+    """Move neurons of norm 5 and 13 by 0.5 and 0.13, in a matrix of norm √194."""
+    model = nn.Linear(2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, 4.0], [5.0, 12.0]]))
+        model.bias.copy_(torch.tensor([2.0, -4.0]))
+    step = {
+        "weight": torch.tensor([[0.3, 0.4], [0.13, 0.0]], dtype=torch.float64),
+        "bias": torch.tensor([-0.1, 0.1], dtype=torch.float64),
+    }
+    found = theory.relative_step(model, step)
+    weight, bias = found.layers
+    assert (weight.neuron, weight.layer) == (pytest.approx(0.1), pytest.approx(math.hypot(0.5, 0.13) / math.sqrt(194)))
+    assert (bias.neuron, bias.layer) == (pytest.approx(0.05), pytest.approx(math.sqrt(0.02 / 20)))
+    assert found.neuron == pytest.approx(0.1)
+    assert found.layer == weight.layer
+    assert theory.is_per_neuron_relative(model, step, 0.1)
+    assert not theory.is_per_neuron_relative(model, step, 0.0999)
+    assert theory.is_per_neuron_relative(model, step, 0.0999, tolerance=0.001)
+    assert theory.relative_step(model, {"bias": step["bias"]}).layers[0] == theory.LayerStep("weight", "neuron", 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_step_per_layer_is_at_most_step_per_neuron(seed: int):
+    """Check Eq. (pnpl) on neurons of every layout."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Linear(5, 3), nn.BatchNorm2d(6))
+    with torch.no_grad():
+        model[3].bias.add_(1)
+    step = {name: torch.rand(()) * torch.randn_like(weight) for name, weight in weights_of(model).items()}
+    found = theory.relative_step(model, step)
+    assert all(0 < row.layer <= row.neuron for row in found.layers)
+    assert theory.is_per_neuron_relative(model, step, found.neuron)
+    grouped = step["1.weight"].unflatten(0, (2, 2)).transpose(1, 2).flatten(2).norm(dim=2)
+    sizes = model[1].weight.detach().unflatten(0, (2, 2)).transpose(1, 2).flatten(2).norm(dim=2)
+    (row,) = [row for row in found.layers if row.name == "1.weight"]
+    assert row.neuron == pytest.approx(float((grouped / sizes).max()), rel=1e-5)
+
+
+def test_first_step_of_nero_is_per_neuron_relative():
+    """At the first step ḡ is |g|, so a neuron moves by η before its projection, and by at most η after."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30, bias=False), nn.ReLU(), nn.Linear(30, 5, bias=False))
+    optimiser = nero.Nero(model, lr=0.01)
+    before = copy.deepcopy(model)
+    model(torch.randn(8, 20)).square().sum().backward()
+    optimiser.step()
+    step = {name: weight - weights_of(before)[name] for name, weight in weights_of(model).items()}
+    assert theory.is_per_neuron_relative(before, step, 0.0101)
+    assert not theory.is_per_neuron_relative(before, step, 0.008)
+
+
+def test_moving_zero_bias_is_infinitely_far():
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.bias)
+    assert theory.is_per_neuron_relative(model, {"weight": 1e-3 * model.weight.detach()}, 0.01)
+    step = {"bias": torch.tensor([0.0, 1e-9])}
+    assert theory.relative_step(model, step).neuron == math.inf
+    assert not theory.is_per_neuron_relative(model, step, 1e6)
+
+
+@pytest.mark.parametrize("eta", [0, -1, math.nan, True, "0.1"])
+def test_eta_that_is_not_positive_raises(eta):
+    with pytest.raises(ValueError, match="eta must be a positive number"):
+        theory.is_per_neuron_relative(nn.Linear(3, 2), {"bias": torch.ones(2)}, eta)
+
+
+def test_frozen_integer_parameter_is_ignored():
+    model = nn.Linear(3, 2)
+    model.table = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
+    assert theory.is_per_neuron_relative(model, {"weight": 0.1 * model.weight.detach()}, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model: model(torch.ones(2, 3)), "a tensor of one element"),
+        (lambda _: 1.0, "a tensor of one element"),
+        (lambda model: model(torch.ones(0, 3)).mean(), "must be finite, got nan.*is the batch empty"),
+        (lambda model: torch.where(model.weight == 1, math.inf, model.weight).sum(), "got inf .*is the step too long"),
+        (lambda _: torch.ones((), requires_grad=True), "does not depend on the parameters of the model"),
+        (lambda _: torch.ones(()), "does not depend on the parameters of the model"),
+        (lambda model: (0 * model.weight).sqrt().sum(), "gradient of 'weight' holds NaN or infinite values"),
+    ],
+)
+def test_loss_that_is_not_one_finite_number_raises(loss, message):
+    model = nn.Linear(3, 2)
+    nn.init.zeros_(model.weight)
+    with pytest.raises(ValueError, match=message):
+        theory.relative_change(model, loss, {"weight": torch.ones(2, 3)})
+
+
+def test_sparse_gradients_match_dense_gradients():
+    table = nn.Embedding(5, 4)
+    sparse = nn.Embedding(5, 4, sparse=True, _weight=table.weight.detach().clone())
+    one, other = (
+        theory.relative_change(
+            each, lambda model: model(torch.tensor([1, 2])).square().sum(), {"weight": torch.ones(5, 4)}
+        )
+        for each in (table, sparse)
+    )
+    for dense, from_sparse in zip(one.layers, other.layers, strict=True):
+        found, wanted = ((each.size, each.change, each.cosine) for each in (from_sparse, dense))
+        assert found == pytest.approx(wanted)
+
+
+def test_inference_mode_raises():
+    model, inputs, labels = solved_problem()
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match=r"torch\.inference_mode\(\) records no gradients"):
+            theory.robustness(model, (inputs, labels))
+        with pytest.raises(RuntimeError, match=r"torch\.inference_mode\(\) records no gradients"):
+            theory.relative_change(model, lambda model: model(inputs).sum(), {"weight": torch.ones(3, 4)})
+
+
+def test_step_to_a_nonfinite_gradient_raises():
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.constant_(model.weight, 1.0)
+    step = {"weight": -model.weight.detach().clone()}
+    with pytest.raises(ValueError, match="gradient of 'weight' holds NaN or infinite values"):
+        theory.is_stable_step(model, lambda model: (model.weight * model.weight).sqrt().sum(), step)
+    assert torch.equal(model.weight, torch.ones(1, 2)), "the model is restored"
+
+
+def test_loss_that_is_not_callable_raises():
+    with pytest.raises(TypeError, match=r"loss must be a function of the model.*got 3"):
+        theory.relative_change(nn.Linear(3, 2), 3, {"weight": torch.ones(2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"points": 0}, "points must be"),
+        *(
+            ({"kinds": kinds}, "kinds must be a collection of some of")
+            for kinds in ("neuron", (), None, 3, [["gain"]], ["neurons"])
+        ),
+        ({"kinds": ("gain",)}, r"Linear has no trainable gain; nero\.describe"),
+    ],
+)
+def test_relative_change_with_bad_option_raises(options, message):
+    with pytest.raises(ValueError, match=message):
+        theory.relative_change(nn.Linear(3, 2), sum_of_parameters, {"weight": torch.ones(2, 3)}, **options)
+
+
+@pytest.mark.parametrize(
+    ("perturbation", "error", "message"),
+    [
+        ([torch.ones(2, 3)], TypeError, "a dict from parameter names"),
+        ({"weight": 1.0}, TypeError, "a dict from parameter names"),
+        ({"wait": torch.ones(2, 3)}, ValueError, "'wait' is not a trained parameter.*has weight, bias"),
+        ({"weight": torch.ones(3, 2)}, ValueError, r"must have shape \(2, 3\), got \(3, 2\)"),
+        ({"weight": torch.full((2, 3), math.nan)}, ValueError, "NaN or infinite"),
+        *(
+            ({"weight": torch.ones(2, 3, dtype=dtype)}, TypeError, f"dense floating-point tensor, got {dtype}")
+            for dtype in (torch.int64, torch.bool, torch.complex64)
+        ),
+        ({"weight": torch.ones(2, 3).to_sparse()}, TypeError, r"dense .* layout torch\.sparse_coo"),
+        ({"weight": torch.zeros(2, 3)}, ValueError, "zero everywhere"),
+        ({}, ValueError, "zero everywhere"),
+    ],
+)
+def test_perturbation_that_does_not_fit_raises(perturbation, error, message):
+    with pytest.raises(error, match=message):
+        theory.relative_step(nn.Linear(3, 2), perturbation)
+    with pytest.raises(error, match=message):
+        theory.is_stable_step(nn.Linear(3, 2), sum_of_parameters, perturbation)

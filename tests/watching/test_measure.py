@@ -7,12 +7,12 @@ import pytest
 import torch
 from cases import CASES, Case, Oracle, _split
 from torch import nn
-from watched_networks import (
+from training import (
     angles_between,
     assert_readings_close,
     check_spread,
-    network,
-    train,
+    train_on_noise,
+    watched_network,
 )
 
 import nero
@@ -56,10 +56,10 @@ def test_numbers_match_plain_arithmetic(case: Case):
 def test_every_backend_gives_the_same_numbers(backend: str):
     found = []
     for name in ("eager", backend):
-        model = network()
+        model = watched_network()
         optimiser = nero.Nero(model, backend=name)
         watched = nero.watch(optimiser)
-        train(model, optimiser, 5)
+        train_on_noise(model, optimiser, 5)
         found.append(watched.read())
     for one, other in zip(*(reading.layers for reading in found), strict=True):
         assert one[:5] == other[:5]
@@ -118,7 +118,7 @@ def test_numbers_do_not_depend_on_batching(monkeypatch: pytest.MonkeyPatch):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
         optimiser = nero.Nero(model)
         watched = nero.watch(optimiser)
-        train(model, optimiser, 3)
+        train_on_noise(model, optimiser, 3)
         readings.append(watched.read())
     assert_readings_close(*readings)
 
@@ -226,7 +226,7 @@ def test_angles_in_other_dtypes_match_float64(dtype: torch.dtype):
 
 
 def test_skipped_updates_match_the_optimiser():
-    model = network()
+    model = watched_network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     for parameter in model.parameters():

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from watched_networks import (
+from training import (
     angles_between,
     check_spread,
-    network,
-    train,
+    train_on_noise,
+    watched_network,
     watched_run,
 )
 
@@ -32,10 +32,10 @@ class NoSynchronisation(TorchDispatchMode):
 
 
 def test_read_does_not_synchronise():
-    model = network()
+    model = watched_network()
     optimiser = nero.Nero(model, fix_norm="initial")
     watched = nero.watch(optimiser)
-    train(model, optimiser, 2)
+    train_on_noise(model, optimiser, 2)
     with NoSynchronisation():
         reading = watched.read()
     assert reading.step == 2
@@ -46,7 +46,7 @@ def test_read_does_not_synchronise():
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_read_does_not_synchronise_with_gpu():
-    model = network().cuda()
+    model = watched_network().cuda()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     for parameter in model.parameters():
@@ -64,12 +64,12 @@ def test_read_does_not_synchronise_with_gpu():
 def test_watched_run_equals_unwatched_run():
     runs = []
     for is_watched in (False, True):
-        model = network()
+        model = watched_network()
         optimiser = nero.Nero(model)
         watched = nero.watch(optimiser) if is_watched else None
         state = torch.get_rng_state()
         for seed in range(3):
-            train(model, optimiser, 1, seed)
+            train_on_noise(model, optimiser, 1, seed)
             if watched:
                 print(watched.read())
         assert torch.equal(torch.get_rng_state(), state)
@@ -80,13 +80,13 @@ def test_watched_run_equals_unwatched_run():
 
 
 def test_reading_accessed_late_has_its_own_numbers():
-    model = network()
+    model = watched_network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
-    train(model, optimiser, 2)
+    train_on_noise(model, optimiser, 2)
     early, late = watched.read(), watched.read()
     asked = str(late)
-    train(model, optimiser, 5)
+    train_on_noise(model, optimiser, 5)
     assert str(late) == asked
     assert early.step == 2, "accessed after later steps"
     assert early["0.weight"].turned.middle > late["0.weight"].turned.middle == pytest.approx(0, abs=1e-6)
@@ -98,7 +98,7 @@ def test_added_group_starts_at_its_first_reading():
     watched = nero.watch(optimiser)
     optimiser.add_param_group({"params": head})
     assert [layer.name for layer in watched.read().layers] == ["weight", "bias", "weight (2)", "bias (2)"]
-    train(nn.Sequential(body, head), optimiser, 3)
+    train_on_noise(nn.Sequential(body, head), optimiser, 3)
     reading = watched.read()
     assert reading["weight (2)"].from_start == reading["weight (2)"].turned
     assert reading["weight (2)"].turned.low > 0
@@ -121,13 +121,13 @@ def test_equal_names_are_numbered_apart(names: list[str], shown: list[str]):
 
 
 def test_frozen_parameter_is_read_once_it_trains():
-    model = network()
+    model = watched_network()
     model[0].requires_grad_(False)
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     assert "0.weight" not in [layer.name for layer in watched.read().layers]
     model[0].requires_grad_(True)
-    train(model, optimiser, 2)
+    train_on_noise(model, optimiser, 2)
     assert watched.read()["0.weight"].step == 2
 
 
@@ -141,7 +141,7 @@ def test_empty_parameter_is_left_out():
 
 
 def test_layer_of_another_shape_starts_anew():
-    model = network()
+    model = watched_network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     model[3] = nn.Linear(12, 9)
@@ -154,7 +154,7 @@ def test_layer_of_another_shape_starts_anew():
 
 def test_loaded_weights_count_as_turn_until_restart():
     model, other = (
-        network(),
+        watched_network(),
         nero.balance_(nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5))),
     )
     optimiser = nero.Nero(model)
@@ -168,23 +168,23 @@ def test_loaded_weights_count_as_turn_until_restart():
 
 
 def test_resumed_run_reads_like_uninterrupted_run():
-    straight = network()
+    straight = watched_network()
     optimiser = nero.Nero(straight)
     watched = nero.watch(optimiser, neurons=5)
-    train(straight, optimiser, 3, seed=1)
+    train_on_noise(straight, optimiser, 3, seed=1)
     watched.read()
     file = io.BytesIO()
     torch.save([each.state_dict() for each in (straight, optimiser, watched)], file)
-    train(straight, optimiser, 3, seed=2)
+    train_on_noise(straight, optimiser, 3, seed=2)
     watched.read()
 
-    model = network()
+    model = watched_network()
     again = nero.Nero(model)
     resumed = nero.watch(again, neurons=5)
     file.seek(0)
     for each, saved in zip((model, again, resumed), torch.load(file, weights_only=True), strict=True):
         each.load_state_dict(saved)
-    train(model, again, 3, seed=2)
+    train_on_noise(model, again, 3, seed=2)
     resumed.read()
     assert list(map(str, resumed.readings)) == list(map(str, watched.readings))
     assert resumed.nbytes == watched.nbytes
@@ -196,7 +196,7 @@ def test_resumed_run_reads_layers_unfrozen_before_saving(first: str, dtype: torc
     """The layer is frozen again in the new run, and has no state yet."""
 
     def make_frozen():
-        model = network().to(dtype)
+        model = watched_network().to(dtype)
         model[0].requires_grad_(False)
         optimiser = nero.Nero(model)
         return model, optimiser, nero.watch(optimiser, neurons=5)
@@ -237,12 +237,12 @@ def test_resumed_run_reads_layers_unfrozen_before_saving(first: str, dtype: torc
     ids=["unknown parameter", "another shape"],
 )
 def test_state_dict_of_another_model_raises(change, says: str):
-    model = network()
+    model = watched_network()
     optimiser = nero.Nero(model)
     watched = nero.watch(optimiser)
     watched.read()
     state = watched.state_dict()
-    train(model, optimiser, 2)
+    train_on_noise(model, optimiser, 2)
     watched.read()
     change(state)
     before = watched.state_dict()
@@ -253,7 +253,7 @@ def test_state_dict_of_another_model_raises(change, says: str):
 
 @pytest.mark.parametrize("step", ["a", "7", 1.5, True, torch.ones(2)])
 def test_read_with_step_that_is_not_an_integer_raises(step):
-    watched = nero.watch(nero.Nero(network()))
+    watched = nero.watch(nero.Nero(watched_network()))
     with pytest.raises(ValueError, match="step must be an integer, or None"):
         watched.read(step)
     assert not watched.readings
@@ -270,14 +270,14 @@ def test_missing_package_raises_with_install_command(tmp_path: Path, monkeypatch
 
 
 def test_watch_with_bad_arguments_raises(tmp_path: Path):
-    optimiser = nero.Nero(network())
+    optimiser = nero.Nero(watched_network())
     with pytest.raises(ValueError, match="no readings to draw"):
         nero.watch(optimiser).plot("x.png")
     with pytest.raises(ValueError, match="no readings to write"):
         nero.watch(optimiser).write(tmp_path)
     assert not list(tmp_path.iterdir())
     with pytest.raises(TypeError, match=r"watch needs a nero\.Nero, got Adam"):
-        nero.watch(torch.optim.Adam(network().parameters()))
+        nero.watch(torch.optim.Adam(watched_network().parameters()))
     for neurons in (0, -1, 1.5, True, "all"):
         with pytest.raises(ValueError, match="neurons must be an integer of at least 1, or None for all"):
             nero.watch(optimiser, neurons=neurons)

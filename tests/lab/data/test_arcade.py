@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("typer")
 
-from lab.pong_cases import ACTIONS, ECHO, Echo, saved_and_loaded, shown_in
+from lab.loop_cases import ACTIONS, ECHO, Echo, saved_and_loaded, shown_in
 
 from nero_lab.data import DataError, arcade, load
 from nero_lab.data.arcade import Game, GameSession

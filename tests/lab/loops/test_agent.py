@@ -1,4 +1,4 @@
-"""The agent's loop: transitions, learning, resuming, and its final episodes."""
+"""The agent's loop: transitions, PPO, learning, resuming, final episodes, and their GIFs."""
 
 import math
 import re
@@ -7,26 +7,28 @@ import sys
 import threading
 from dataclasses import replace
 from functools import partial
-from io import StringIO
+from io import BytesIO, StringIO
 
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("typer")
-from lab.pong_cases import ACTIONS, ECHO, SMALL, TINY, Echo, Watch, play, saved_and_loaded, shown_in
+
+from lab.loop_cases import ACTIONS, ECHO, SMALL_PPO, TINY_GAME, Echo, Watch, play, saved_and_loaded, shown_in
 from PIL import Image
 from rich.console import Console
 
 from nero_lab import baselines, cli
 from nero_lab.data import DataError, arcade, load
 from nero_lab.data.arcade import Game, GameSession
-from nero_lab.loops import agent, ppo
+from nero_lab.loops import agent, gif, ppo
 from nero_lab.loops.agent import Agent
 from nero_lab.loops.cuda_graph import CapturedStep
-from nero_lab.loops.ppo import PPO
+from nero_lab.loops.ppo import PPO, Batch
 from nero_lab.models.actor_critic import ActorCritic
 from nero_lab.progress import Display
+from nero_lab.protocol import SettingError
 from nero_lab.store import Store
 from nero_lab.sweep import train
 from nero_lab.tasks import TASKS
@@ -39,31 +41,31 @@ def same(one, other):
 
 
 def test_outcomes_align_with_their_actions():
-    training = play(TINY, TINY.settings("nero"), ECHO, until=SMALL.steps + 1)
+    training = play(TINY_GAME, TINY_GAME.settings("nero"), ECHO, until=SMALL_PPO.steps + 1)
     shown = shown_in(training._round["frames"])
     rewards, ends = training._round["outcomes"][1:].unbind(1)
     assert torch.equal(rewards, (training._round["actions"] == shown).float())
-    games = GameSession(Echo(SMALL.games), SMALL.games, seed=0)
-    for step in range(SMALL.steps):
+    games = GameSession(Echo(SMALL_PPO.games), SMALL_PPO.games, seed=0)
+    for step in range(SMALL_PPO.steps):
         assert torch.equal(shown_in(games.frames), shown[step])
         games.send(training._round["actions"][step])
         assert torch.equal(games.receive()[1], ends[step] == 1)
     assert ends.sum() >= 2
     with torch.no_grad():
-        estimates = ppo.advantages(SMALL, rewards, ends, training._round["values"])
+        estimates = ppo.advantages(SMALL_PPO, rewards, ends, training._round["values"])
     torch.testing.assert_close(training._round["advantages"], ppo.normalise(estimates))
     torch.testing.assert_close(training._round["returns"], estimates + training._round["values"][:-1])
 
 
 def test_minibatches_hold_every_step_once_per_pass():
-    training = play(TINY, TINY.settings("nero"), ECHO, until=1)
-    for order in training._order.view(SMALL.passes, -1):
-        assert sorted(order.tolist()) == list(range(SMALL.round_steps))
-    assert not torch.equal(training._order[0], training._order[SMALL.minibatches])
+    training = play(TINY_GAME, TINY_GAME.settings("nero"), ECHO, until=1)
+    for order in training._order.view(SMALL_PPO.passes, -1):
+        assert sorted(order.tolist()) == list(range(SMALL_PPO.round_steps))
+    assert not torch.equal(training._order[0], training._order[SMALL_PPO.minibatches])
 
 
 def test_advantages_are_normalised_per_round():
-    training = play(TINY, TINY.settings("nero"), ECHO, until=SMALL.steps + 1)
+    training = play(TINY_GAME, TINY_GAME.settings("nero"), ECHO, until=SMALL_PPO.steps + 1)
     values = training._round["advantages"]
     assert values.mean().item() == pytest.approx(0, abs=1e-6)
     assert values.std().item() == pytest.approx(1, abs=1e-3)
@@ -75,27 +77,27 @@ def test_schedule_falls_linearly_to_zero():
     assert rates[0] == 1
     assert rates[-1] == pytest.approx(1 / len(rates))
     assert np.diff(rates) == pytest.approx(-1 / len(rates))
-    training = play(TINY, TINY.settings("adam", lr=0.5), ECHO, until=19)
+    training = play(TINY_GAME, TINY_GAME.settings("adam", lr=0.5), ECHO, until=19)
     assert training.lr.item() == pytest.approx(0.5 * (1 - 1 / task.epochs))  # in the second round and epoch
 
 
-@pytest.mark.parametrize("contender", TINY.contenders)
+@pytest.mark.parametrize("contender", TINY_GAME.contenders)
 def test_every_contender_learns(contender, tmp_path):
-    settings = TINY.settings(contender, epochs=1)
-    training = TINY.loop(TINY, settings, ECHO, None)
+    settings = TINY_GAME.settings(contender, epochs=1)
+    training = TINY_GAME.loop(TINY_GAME, settings, ECHO, None)
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
     while not training.finished:
         training.advance()
     assert any(not torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
     record = Store(tmp_path).finish(training)
     assert set(record["curve"]) == {"reward", "episode_length", "policy_loss", "value_loss", "entropy"}
-    assert record["environment_steps"] == SMALL.rounds * SMALL.round_steps
+    assert record["environment_steps"] == SMALL_PPO.rounds * SMALL_PPO.round_steps
     assert 3 <= record["curve"]["episode_length"][0] <= 8
     assert 0 < record["curve"]["entropy"][0] <= math.log(ACTIONS)
 
 
 def test_gradient_norm_is_clipped(monkeypatch):
-    task = replace(TINY, loop=partial(Agent, ppo=replace(SMALL, max_grad_norm=1e-3, value=1e3)))
+    task = replace(TINY_GAME, loop=partial(Agent, ppo=replace(SMALL_PPO, max_grad_norm=1e-3, value=1e3)))
     training = task.loop(task, task.settings("sgd", lr=1.0), ECHO, None)
     norms = []
     step = training.optimiser.step
@@ -106,7 +108,7 @@ def test_gradient_norm_is_clipped(monkeypatch):
         step()
 
     monkeypatch.setattr(training.optimiser, "step", record_norm)
-    for _ in range(SMALL.steps + 2):
+    for _ in range(SMALL_PPO.steps + 2):
         training.advance()
     assert norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
@@ -115,11 +117,11 @@ def test_gradient_norm_is_clipped(monkeypatch):
 def test_resumed_agent_equals_undisturbed(contender, monkeypatch):
     """Cuts while playing, before the first update, between two, and between rounds."""
     monkeypatch.setattr(arcade, "EPISODES_PER_SEED", 2)
-    settings = TINY.settings(contender, epochs=2)
-    whole = play(TINY, settings, ECHO)
+    settings = TINY_GAME.settings(contender, epochs=2)
+    whole = play(TINY_GAME, settings, ECHO)
     for cut in (1, 7, 12, 13, 18, 25):
-        state = saved_and_loaded(play(TINY, settings, ECHO, until=cut).state())
-        resumed = play(TINY, settings, ECHO, state)
+        state = saved_and_loaded(play(TINY_GAME, settings, ECHO, until=cut).state())
+        resumed = play(TINY_GAME, settings, ECHO, state)
         assert same(resumed, whole), cut
         assert resumed.resumed == 1
         assert resumed.session.state()["episodes"] == whole.session.state()["episodes"]
@@ -127,8 +129,8 @@ def test_resumed_agent_equals_undisturbed(contender, monkeypatch):
 
 
 def test_reading_the_state_does_not_disturb():
-    settings = TINY.settings("nero", epochs=1)
-    whole, seen = play(TINY, settings, ECHO), TINY.loop(TINY, settings, ECHO, None)
+    settings = TINY_GAME.settings("nero", epochs=1)
+    whole, seen = play(TINY_GAME, settings, ECHO), TINY_GAME.loop(TINY_GAME, settings, ECHO, None)
     while not seen.finished:
         seen.advance()
         seen.state()
@@ -138,13 +140,13 @@ def test_reading_the_state_does_not_disturb():
 
 def test_interrupted_side_by_side_agents_end_as_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(agent, "GREEDY_EPISODES", 1)
-    runs = [TINY.settings("nero", seed=seed, epochs=1) for seed in (0, 1)]
-    alone = train(TINY, runs, ECHO, Store(tmp_path / "alone"), Watch())
+    runs = [TINY_GAME.settings("nero", seed=seed, epochs=1) for seed in (0, 1)]
+    alone = train(TINY_GAME, runs, ECHO, Store(tmp_path / "alone"), Watch())
     watch, store = Watch(), Store(tmp_path / "beside")
     watch.stepped = lambda training: training.steps_done == 9 and signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(TINY, runs, ECHO, store, watch, side_by_side=2)
-    beside = train(TINY, runs, ECHO, store, Watch(), side_by_side=2)
+        train(TINY_GAME, runs, ECHO, store, watch, side_by_side=2)
+    beside = train(TINY_GAME, runs, ECHO, store, Watch(), side_by_side=2)
     for one, other in zip(alone, beside, strict=True):
         for name, values in one["curve"].items():
             assert other["curve"][name] == pytest.approx(values, rel=1e-4), name
@@ -155,12 +157,12 @@ def test_interrupted_side_by_side_agents_end_as_alone(tmp_path, monkeypatch):
 def test_speed_is_empty_when_resumed_among_updates(tmp_path, monkeypatch):
     monkeypatch.setattr("nero_lab.progress.LOG_EVERY_S", 0.0)
     monkeypatch.setattr("nero_lab.progress.REFRESH_EVERY_S", 0.0)
-    settings, output = TINY.settings("nero", epochs=1), StringIO()
-    training = TINY.loop(TINY, settings, ECHO, None)
+    settings, output = TINY_GAME.settings("nero", epochs=1), StringIO()
+    training = TINY_GAME.loop(TINY_GAME, settings, ECHO, None)
     while training.game_steps < training.ppo.round_steps:
         training.advance()
     training.session.recent.clear()  # as in a long game
-    training = TINY.loop(TINY, settings, ECHO, training.state())
+    training = TINY_GAME.loop(TINY_GAME, settings, ECHO, training.state())
     with Display(Console(file=output, width=200), tmp_path, training.device) as shown:
         shown.begun(training)
         training.advance()
@@ -187,22 +189,22 @@ class FailingEcho(Echo):
 def test_failing_game_is_reported_and_run_resumes(hangs, message, tmp_path, monkeypatch):
     monkeypatch.setattr(arcade, "ANSWER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(FailingEcho, "hangs", hangs)
-    settings, store = TINY.settings("nero", epochs=2), Store(tmp_path)
+    settings, store = TINY_GAME.settings("nero", epochs=2), Store(tmp_path)
     watch = Watch()
     watch.stepped = lambda training: training.steps_done == 15 and store.save(training)
     with pytest.raises(DataError, match=f"{message}.*run the same command again"):
-        train(TINY, [settings], Game("pong", FailingEcho), store, watch)
-    (record,) = train(TINY, [settings], ECHO, store, Watch())
+        train(TINY_GAME, [settings], Game("pong", FailingEcho), store, watch)
+    (record,) = train(TINY_GAME, [settings], ECHO, store, Watch())
     assert record["resumed"] == 1
-    (whole,) = train(TINY, [settings], ECHO, Store(tmp_path / "whole"), Watch())
+    (whole,) = train(TINY_GAME, [settings], ECHO, Store(tmp_path / "whole"), Watch())
     assert record["curve"] == whole["curve"]
 
 
 def test_replay_that_ends_elsewhere_is_refused():
-    state = play(TINY, TINY.settings("nero"), ECHO, until=5).state()
+    state = play(TINY_GAME, TINY_GAME.settings("nero"), ECHO, until=5).state()
     state["arcade"]["frames"] += 1
     with pytest.raises(DataError, match=r"another version of ale-py.*delete the checkpoint"):
-        TINY.loop(TINY, TINY.settings("nero"), ECHO, state)
+        TINY_GAME.loop(TINY_GAME, TINY_GAME.settings("nero"), ECHO, state)
 
 
 def test_adam_takes_the_tasks_epsilon():
@@ -217,16 +219,16 @@ def test_adam_takes_the_tasks_epsilon():
 
 def test_final_score_is_greedy(tmp_path):
     """A policy that barely prefers the right action scores as if it always took it."""
-    training = play(TINY, TINY.settings("sgd", epochs=1), ECHO)
+    training = play(TINY_GAME, TINY_GAME.settings("sgd", epochs=1), ECHO)
     training.model.forward = lambda frames: (0.01 * torch.eye(ACTIONS)[shown_in(frames)], None)
     record = Store(tmp_path).finish(training)
-    assert record["greedy_episodes"] == SMALL.games * agent.GREEDY_EPISODES
+    assert record["greedy_episodes"] == SMALL_PPO.games * agent.GREEDY_EPISODES
     assert 3 <= record["greedy_return"] <= 8  # the lengths of episodes
     assert record["shown_return"] < record["shown_length"]
 
 
 def test_final_episodes_are_announced(monkeypatch):
-    training, events = Agent(TINY, TINY.settings("adam"), ECHO, ppo=SMALL), []
+    training, events = Agent(TINY_GAME, TINY_GAME.settings("adam"), ECHO, ppo=SMALL_PPO), []
     training.on_activity = events.append
     monkeypatch.setattr(Game, "score", lambda *_: events.append("score") or [1.0])
     training.final_results()
@@ -271,17 +273,17 @@ def test_command_runs_pong_and_resume_is_equal(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("contender", TINY.contenders)
+@pytest.mark.parametrize("contender", TINY_GAME.contenders)
 def test_captured_rounds_match_plain_ones(contender, monkeypatch):
     flags = partial(torch.backends.cudnn.flags, deterministic=True)
     monkeypatch.setattr(torch.backends.cudnn, "flags", lambda **asked: flags(**{**asked, "benchmark": False}))
-    settings, data = TINY.settings(contender, epochs=1), ECHO.to("cuda")
-    captured = play(TINY, settings, data)
+    settings, data = TINY_GAME.settings(contender, epochs=1), ECHO.to("cuda")
+    captured = play(TINY_GAME, settings, data)
     assert all(
         len(work.graphs) == 1 for work in (captured._choose, captured._record, captured._estimate, captured._learn)
     )
     monkeypatch.setattr(CapturedStep, "__call__", lambda self: self.function())
-    plain = play(TINY, settings, data)
+    plain = play(TINY_GAME, settings, data)
     for name, values in plain.curve.items():
         assert captured.curve[name] == pytest.approx(values, rel=1e-3, abs=1e-3)
     for name, value in plain.model.state_dict().items():
@@ -292,12 +294,70 @@ def test_captured_rounds_match_plain_ones(contender, monkeypatch):
 @pytest.mark.parametrize("contender", ["nero", "adam"])
 def test_agents_on_a_gpu_resume_and_share_it(contender, tmp_path):
     data = ECHO.to("cuda")
-    runs = [TINY.settings(contender, seed=seed, epochs=1) for seed in (0, 1)]
-    alone = train(TINY, runs, data, Store(tmp_path / "alone"), Watch())
+    runs = [TINY_GAME.settings(contender, seed=seed, epochs=1) for seed in (0, 1)]
+    alone = train(TINY_GAME, runs, data, Store(tmp_path / "alone"), Watch())
     watch, store = Watch(), Store(tmp_path / "beside")
     watch.stepped = lambda training: training.steps_done == 9 and signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        train(TINY, runs, data, store, watch, side_by_side=2)
-    beside = train(TINY, runs, data, store, Watch(), side_by_side=2)
+        train(TINY_GAME, runs, data, store, watch, side_by_side=2)
+    beside = train(TINY_GAME, runs, data, store, Watch(), side_by_side=2)
     for one, other in zip(alone, beside, strict=True):
         assert one["curve"]["value_loss"] == pytest.approx(other["curve"]["value_loss"], rel=1e-2)
+
+
+def test_advantages_match_reference():
+    torch.manual_seed(0)
+    rewards, ends = torch.randn(20, 3, dtype=torch.float64), (torch.rand(20, 3) < 0.2).double()
+    values = torch.randn(21, 3, dtype=torch.float64)
+    found = ppo.advantages(PPO(discount=0.9, gae_lambda=0.8), rewards, ends, values)
+    for game in range(3):
+        for step in range(20):
+            total, weight = 0.0, 1.0
+            for later in range(step, 20):
+                over = ends[later, game].item() == 1
+                after = 0.0 if over else 0.9 * values[later + 1, game].item()
+                total += weight * (rewards[later, game].item() + after - values[later, game].item())
+                if over:
+                    break
+                weight *= 0.9 * 0.8
+            assert found[step, game].item() == pytest.approx(total, rel=1e-12)
+
+
+def test_objective_matches_reference():
+    torch.manual_seed(0)
+    logits, values = torch.randn(30, 4, dtype=torch.float64), torch.randn(30, dtype=torch.float64)
+    actions = torch.randint(4, (30,))
+    old = torch.log_softmax(logits, 1).gather(1, actions[:, None])[:, 0] + 0.2 * torch.randn(30, dtype=torch.float64)
+    before, returns, gained = (torch.randn(30, dtype=torch.float64) for _ in range(3))
+    batch = Batch(actions, old, before, returns, gained)
+    rules = PPO(clip=0.1, entropy=0.03, value=0.7)
+    total, parts = ppo.objective(rules, logits, values, batch)
+    policy = value = entropy = 0.0
+    for step in range(30):
+        exponentials = [math.exp(each) for each in logits[step].tolist()]
+        probabilities = [each / sum(exponentials) for each in exponentials]
+        ratio = probabilities[actions[step]] / math.exp(old[step].item())
+        worth = gained[step].item()
+        policy -= min(worth * ratio, worth * min(max(ratio, 0.9), 1.1)) / 30
+        was, now, wanted = before[step].item(), values[step].item(), returns[step].item()
+        near = was + min(max(now - was, -0.1), 0.1)
+        value += max((now - wanted) ** 2, (near - wanted) ** 2) / 2 / 30
+        entropy -= sum(p * math.log(p) for p in probabilities) / 30
+    assert parts.tolist() == pytest.approx([policy, value, entropy], rel=1e-9)
+    assert total.item() == pytest.approx(policy + 0.7 * value - 0.03 * entropy, rel=1e-9)
+
+
+def test_ppo_uneven_minibatches_are_refused():
+    with pytest.raises(SettingError, match="multiple of minibatches, got 1000 and 3"):
+        PPO(games=8, steps=125, minibatches=3)
+
+
+def test_encode_gif_shortens_to_the_limit(monkeypatch):
+    pictures = [torch.randint(256, (20, 15, 3), dtype=torch.uint8) for _ in range(40)]
+    with Image.open(BytesIO(gif.encode_gif(pictures))) as whole:
+        assert (whole.n_frames, whole.size, whole.info["duration"]) == (40, (15, 20), 70)
+    monkeypatch.setattr(gif, "MAX_BYTES", 10_000)
+    content = gif.encode_gif(pictures)
+    assert len(content) <= 10_000
+    with Image.open(BytesIO(content)) as cut:
+        assert 1 < cut.n_frames < 40

@@ -1,4 +1,4 @@
-"""A small game, and a small task that plays it."""
+"""A small GAN with its data and metric, and a small game with a task that plays it."""
 
 import math
 import random
@@ -9,17 +9,54 @@ from io import BytesIO
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 pytest.importorskip("typer")
 
+from nero_lab.data import ImageDataset, Images
 from nero_lab.data.arcade import Game
+from nero_lab.image_metrics import FrechetMetric
+from nero_lab.loops.adversarial import Adversarial
 from nero_lab.loops.agent import Agent
 from nero_lab.loops.ppo import PPO
 from nero_lab.models.actor_critic import ActorCritic
+from nero_lab.models.biggan import GANPair
 from nero_lab.tasks import TASKS
 
+CPU = torch.device("cpu")
+PAPER_GAN = TASKS["cgan"]
+
+
+def noise_images(examples=7, tests=6, size=16):
+    """Make noise in which each class is brighter than the last."""
+    generator = torch.Generator().manual_seed(0)
+
+    def images(count):
+        labels = torch.arange(count) % 10
+        noise = torch.randint(100, (count, 3, size, size), generator=generator)
+        return Images((noise + 15 * labels.view(-1, 1, 1, 1)).to(torch.uint8), labels)
+
+    return ImageDataset("cifar10", images(examples), images(tests), (0.4,) * 3, (0.2,) * 3)
+
+
+def tiny_metrics(_):
+    """Return a metric whose features are the means of 4 x 4 pixels."""
+
+    def features(pixels):
+        return F.avg_pool2d(pixels.float(), 4).flatten(1)
+
+    return [FrechetMetric("Fréchet distance, quarters", "distance", features)]
+
+
+TINY_GAN = replace(
+    PAPER_GAN,
+    model=partial(GANPair, base=1, blocks=2, chunk=3, class_features=5, rows=12),
+    batch=4,
+    epochs=3,
+    loop=partial(Adversarial, metrics=tiny_metrics),
+)
 SIDE, ACTIONS = 36, 3
-SMALL = PPO(games=2, steps=12, passes=2, minibatches=3, rounds=1)
+SMALL_PPO = PPO(games=2, steps=12, passes=2, minibatches=3, rounds=1)
 
 
 class Echo:
@@ -76,10 +113,10 @@ def shown_in(frames):
 
 
 ECHO = Game("pong", Echo)
-TINY = replace(
+TINY_GAME = replace(
     TASKS["pong"],
     model=partial(ActorCritic, ACTIONS, width=1 / 16, side=SIDE),
-    loop=partial(Agent, ppo=SMALL),
+    loop=partial(Agent, ppo=SMALL_PPO),
 )
 
 

@@ -1,12 +1,49 @@
-"""Networks of known depth for the tests of lr="auto"."""
+"""Small networks: for the theory and for measurements, and of known depth for lr="auto"."""
 
+import itertools
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+import nero
 
 
-def perceptron(layers=3, width=8):
+def perceptron(*widths: int, bias: bool = False) -> nn.Sequential:
+    layers = [nn.Linear(a, b, bias=bias, dtype=torch.float64) for a, b in itertools.pairwise(widths)]
+    return nn.Sequential(*[each for layer in layers for each in (layer, nn.ReLU())][:-1])
+
+
+def linear_network(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b, bias=False, dtype=torch.float64) for a, b in itertools.pairwise(widths)))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def sum_of_parameters(model: nn.Module) -> Tensor:
+    return sum(parameter.sum() for parameter in model.parameters())
+
+
+def solved_problem() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nero.balance_(nn.Linear(4, 3))
+    inputs = torch.randn(6, 4)
+    return model, inputs, model(inputs).argmax(1)
+
+
+def limit_runs(model: nn.Module) -> None:
+    """Fail after 3000 forward passes."""
+    runs = itertools.count()
+
+    def count(*_):
+        assert next(runs) < 3000, "the search does not terminate"
+
+    model.register_forward_hook(count)
+
+
+def uniform_perceptron(layers=3, width=8):
     body = [each for _ in range(layers - 1) for each in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*body, nn.Linear(width, 2))
 
@@ -44,7 +81,7 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.short, self.long = nn.Linear(8, 8), perceptron(4)
+        self.short, self.long = nn.Linear(8, 8), uniform_perceptron(4)
 
     def forward(self, inputs):
         return torch.cat([self.short(inputs), self.long(inputs)], -1)
@@ -66,7 +103,7 @@ class CustomForward(nn.Module):
 
     def __init__(self, run):
         super().__init__()
-        self.body, self.run, self.head = perceptron(4, 2), run, nn.Linear(2, 2)
+        self.body, self.run, self.head = uniform_perceptron(4, 2), run, nn.Linear(2, 2)
 
     def forward(self, inputs):
         return self.run(self, inputs[:, :2])

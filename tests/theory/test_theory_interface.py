@@ -1,16 +1,58 @@
-"""Numbers of any numeric type as arguments of the theory."""
+"""The interface of the theory: models and numbers as arguments, and the code blocks of docs/theory.md."""
 
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from theory_networks import solved_problem
+from networks import solved_problem, sum_of_parameters
 from torch import nn
 
 import nero
 from nero import theory
+
+EVERY_FUNCTION_OF_A_MODEL = pytest.mark.parametrize(
+    "call",
+    [
+        lambda model: theory.is_balanced(model),
+        lambda model: theory.preactivations(model, torch.ones(3, 4)),
+        lambda model: theory.relative_change(model, sum_of_parameters, {"weight": torch.ones(4)}),
+        lambda model: theory.is_stable_step(model, sum_of_parameters, {"weight": torch.ones(4)}),
+        lambda model: theory.deep_relative_trust(model, sum_of_parameters, {"weight": torch.ones(4)}),
+        lambda model: theory.relative_step(model, {"weight": torch.ones(4)}),
+        lambda model: theory.is_per_neuron_relative(model, {"weight": torch.ones(4)}, 0.1),
+        lambda model: theory.robustness(model, (torch.ones(3, 4), torch.zeros(3).long())),
+        lambda model: theory.generalisation_bound(model, 1.0, 10),
+    ],
+)
+
+
+@EVERY_FUNCTION_OF_A_MODEL
+def test_model_on_meta_device_raises(call):
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device: allocate it \(module\.to_empty\)"):
+        call(nn.Linear(4, 3, device="meta"))
+
+
+@EVERY_FUNCTION_OF_A_MODEL
+def test_model_without_neurons_raises(call):
+    with pytest.raises(ValueError, match=r"LayerNorm has no trainable neurons; nero\.describe"):
+        call(nn.LayerNorm(4))
+
+
+def test_model_that_is_not_a_module_raises():
+    for call in (theory.preactivations, theory.relative_step, theory.robustness):
+        with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, (got|not) list"):
+            call([nn.Linear(3, 2)], {})
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, (got|not) NoneType"):
+        theory.is_per_neuron_relative(None, {}, 0.1)
+
+
+def test_complex_neurons_raise():
+    with pytest.raises(TypeError, match=r"complex.*view_as_real"):
+        theory.preactivations(nn.Linear(3, 2, dtype=torch.complex64), torch.ones(2, 3))
 
 
 def test_int_beyond_float_range_raises_with_its_name():
@@ -96,3 +138,46 @@ def test_tolerance_that_is_not_a_number_raises(tolerance):
             call()
     for exact in (Fraction(1, 10), np.float32(0.1), torch.tensor(0.1)):
         assert theory.is_balanced(layer, tolerance=exact)
+
+
+PAGE = (Path(__file__).parents[2] / "docs/theory.md").read_text()
+
+
+def test_every_public_name_is_documented():
+    for name in theory.__all__:
+        assert getattr(theory, name).__doc__, f"{name} has no docstring"
+        if name[0].islower():
+            assert f"{name}(" in PAGE, f"docs/theory.md does not call {name}"
+
+
+def is_same_but_for_rounding(printed: str, shown: str) -> bool:
+    """Return whether two texts have the same words, and numbers within 2 %, ignoring spaces and rules."""
+    number = r"(?<![\w^])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|-{2,}|\s+"
+    if re.sub(number, " ", printed) != re.sub(number, " ", shown):
+        return False
+    pairs = zip(re.findall(number, printed), re.findall(number, shown), strict=False)
+    values = [[float(each.replace(",", "")) for each in pair] for pair in pairs if pair[0].strip(" -\n")]
+    return all(math.isclose(a, b, rel_tol=0.02, abs_tol=1e-9) for a, b in values)
+
+
+def test_text_comparison_tolerates_rounding_only():
+    assert is_same_but_for_rounding("of 10 at  1.001e-7, S^2", "of 10 at 1e-7, S^2")
+    assert not is_same_but_for_rounding("of 10 at 1.1e-7", "of 10 at 1e-7")
+    assert not is_same_but_for_rounding("10 of 3", "10 for 3")
+    assert not is_same_but_for_rounding("of 1", "of 1, 2")
+
+
+def test_every_code_block_prints_the_block_after_it(capsys: pytest.CaptureFixture):
+    """Run the blocks in order, in one namespace."""
+    blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE, re.DOTALL)
+    names: dict[str, object] = {}
+    ran = 0
+    for kind, block in blocks:
+        if kind == "python":
+            exec(compile(block, "docs/theory.md", "exec"), names)
+            ran += 1
+        else:
+            printed = capsys.readouterr().out
+            assert is_same_but_for_rounding(printed, block), printed
+    assert not capsys.readouterr().out
+    assert ran == PAGE.count("```python") >= 8

@@ -1,4 +1,4 @@
-"""The option gain_penalty (Sections 5.6 and 6.3): a quadratic penalty that pulls gains, and nothing else, to one."""
+"""Effects of options: gain_penalty (Sections 5.6 and 6.3), and the recipes that docs/guide advises."""
 
 import copy
 import json
@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from training import network
 
 import nero
 
 
-def network():
+def network_with_gains():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 16),
@@ -31,7 +32,7 @@ def gains(model):
     return [model[1].weight, model[4].weight]
 
 
-def train(model, optimiser, steps, penalty=0.0):
+def train_classifier(model, optimiser, steps, penalty=0.0):
     generator = torch.Generator().manual_seed(1)
     inputs, labels = torch.randn(64, 8, generator=generator), torch.randint(4, (64,), generator=generator)
     for _ in range(steps):
@@ -45,11 +46,11 @@ def train(model, optimiser, steps, penalty=0.0):
 def test_gain_penalty_equals_quadratic_term_in_the_loss(backend: str):
     runs = []
     for option, by_hand in ((0.05, 0.0), (0.0, 0.05), (0.0, 0.0)):
-        model = network()
+        model = network_with_gains()
         with torch.no_grad():
             for gain in gains(model):
                 gain.uniform_(0.5, 2.0)
-        train(model, nero.Nero(model, gain_penalty=option, backend=backend), 4, by_hand)
+        train_classifier(model, nero.Nero(model, gain_penalty=option, backend=backend), 4, by_hand)
         runs.append(model)
     for (name, pulled), wanted in zip(runs[0].named_parameters(), runs[1].parameters(), strict=True):
         if name != "0.bias":  # batch norm removes it, so its gradient is rounding noise
@@ -60,7 +61,7 @@ def test_gain_penalty_equals_quadratic_term_in_the_loss(backend: str):
 
 def test_gain_penalty_pulls_gains_alone():
     """Without a gradient of the loss, gains converge to one, and all else stays exactly."""
-    model = network()
+    model = network_with_gains()
     optimiser = nero.Nero(model, beta=0.9, gain_penalty=0.1)
     with torch.no_grad():
         for gain in gains(model):
@@ -125,7 +126,7 @@ def test_larger_penalty_gives_smaller_gains_and_larger_loss():
 
 
 def test_groups_have_their_own_penalties():
-    model = network()
+    model = network_with_gains()
     optimiser = nero.Nero(
         [
             {"params": [model[1].weight], "role": "gain", "gain_penalty": 0.5},
@@ -140,7 +141,7 @@ def test_groups_have_their_own_penalties():
     optimiser.step()
     assert (model[1].weight < 1.5).all()
     assert (model[4].weight == 1.5).all()
-    other = nero.Nero([{"params": [gain], "role": "gain"} for gain in gains(network())])
+    other = nero.Nero([{"params": [gain], "role": "gain"} for gain in gains(network_with_gains())])
     other.load_state_dict(optimiser.state_dict())
     assert [group["gain_penalty"] for group in other.param_groups] == [0.5, 0.0]
 
@@ -148,7 +149,7 @@ def test_groups_have_their_own_penalties():
 def test_penalty_without_gains_warns():
     """From shapes alone, a gain of a norm layer counts as a bias, as in the paper's code."""
     with pytest.warns(UserWarning, match=r"gain_penalty=0\.1 has no effect: .*nero\.Nero\(model\)"):
-        nero.Nero(network().parameters(), gain_penalty=0.1)
+        nero.Nero(network_with_gains().parameters(), gain_penalty=0.1)
 
 
 def test_table_of_the_page_has_the_numbers_of_the_record():
@@ -169,3 +170,61 @@ def test_table_of_the_page_has_the_numbers_of_the_record():
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     assert f"{statistics.fmean(differences):.2f} ± {error:.2f} points" in page
     assert sum(difference > 0 for difference in differences) == 9
+
+
+PRETRAINED = {"fix_norm": "initial", "fix_mean": False}
+ADAPTER = {"fix_norm": False, "fix_mean": False, "scale": 1.0}
+FREE_LAYER = {"fix_norm": False, "fix_mean": False}
+
+
+def test_pretrained_network_with_advised_options_is_unchanged():
+    inputs = torch.randn(16, 2, 4, 4, generator=torch.Generator().manual_seed(1))
+    trained = network().eval()
+    with torch.no_grad():
+        said = trained(inputs)
+        for options, stays in ((PRETRAINED, True), ({"fix_norm": "initial"}, False), ({}, False)):
+            model = copy.deepcopy(trained)
+            nero.Nero(model, **options)
+            assert torch.allclose(model(inputs), said, atol=1e-5) is stays
+
+
+def test_adapter_with_advised_options_grows_slowly():
+    """LoRA's B starts at zero: it jumps to norm one, is held to 0.01, or grows step by step."""
+    sizes: dict[object, list[float]] = {}
+    for options in ({"fix_norm": True}, {"fix_norm": "initial"}, ADAPTER):
+        torch.manual_seed(0)
+        base = nn.Linear(6, 5).requires_grad_(False)
+        a, b = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.zeros(5, 3))
+        optimiser = nero.Nero([a, b], **options)
+        for _ in range(20):
+            optimiser.zero_grad()
+            inputs = torch.randn(32, 6)
+            (base(inputs) + inputs @ a.T @ b.T - inputs @ torch.ones(6, 5)).square().mean().backward()
+            optimiser.step()
+            sizes.setdefault(options["fix_norm"], []).append(b.norm(dim=1).mean().item())
+    assert sizes[True] == pytest.approx([1.0] * 20)
+    assert sizes["initial"] == pytest.approx([0.01] * 20)
+    assert 0 < sizes[False][0] <= 0.01 + 1e-6
+    assert sizes[False][0] < sizes[False][9] < sizes[False][19]
+
+
+def test_large_targets_are_reached_by_a_free_last_layer():
+    """Targets of variance one are learnt sooner. Errors are relative to the variance of the targets."""
+    found = []
+    for size, options in ((100.0, {}), (100.0, FREE_LAYER), (1.0, {})):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        inputs = torch.randn(256, 10)
+        targets = (inputs @ torch.randn(10, 1)).tanh()
+        targets = size * (targets - targets.mean()) / targets.std()
+        optimiser = nero.Nero([{"params": model[:-1].parameters()}, {"params": model[-1].parameters(), **options}])
+        for _ in range(500):
+            optimiser.zero_grad()
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            optimiser.step()
+        found.append(loss.item() / size**2)
+    held, free, plain = found
+    assert held > 0.4
+    assert free < 0.15
+    assert plain < 0.02

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import nero
 from nero import rule
+from nero.backends import plan
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -165,3 +166,29 @@ def test_backend_on_a_whole_model_agrees_with_eager(backend: str):
         results.append([parameter.detach().clone() for parameter in model.parameters()])
     exact = dtype == torch.float64
     torch.testing.assert_close(*results, rtol=1e-11 if exact else 1e-3, atol=1e-13 if exact else 1e-4)
+
+
+def test_step_bumps_version_counters_and_leaves_gradients(backend: str):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 1))
+    optimiser = nero.Nero(model, backend=backend)
+    model(torch.randn(4, 6)).square().sum().backward()
+    versions = [parameter._version for parameter in model.parameters()]
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
+    optimiser.step()
+    assert all(p._version > before for p, before in zip(model.parameters(), versions, strict=True))
+    assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), grads, strict=True))
+
+
+def test_compiled_backend_steps_ordinary_tensors_itself(backend: str, monkeypatch: pytest.MonkeyPatch):
+    if backend not in ("numba", "triton"):
+        pytest.skip("foreach and eager have no fallback to detect")
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(6, 5))
+    optimiser = nero.Nero(model, backend=backend)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    passed_on = []
+    monkeypatch.setattr("nero.backends.foreach.step", lambda jobs, _: passed_on.extend(jobs))
+    monkeypatch.setitem(plan.BACKENDS, "triton", lambda jobs, _: passed_on.extend(jobs))
+    optimiser.step()
+    assert not passed_on
+    assert all(state["step"] == 1 for state in optimiser.state.values())

@@ -258,11 +258,6 @@ def _with_short_average(saved: dict) -> dict:
     return saved
 
 
-def _with_nan_average(saved: dict) -> dict:
-    saved["state"][3]["grad_norm"][0] = math.nan
-    return saved
-
-
 def _with_average(saved: dict, average: object) -> dict:
     saved["state"][3]["grad_norm"] = average
     return saved
@@ -290,14 +285,9 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
         (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
         (lambda: _without_average(_checkpoint(MODEL())), "grad_norm.*another optimiser"),
         (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias has the shape \(1,\)"),
-        (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None where"),
-        (lambda: _with_nan_average(_checkpoint(MODEL())), "must be finite"),
-        (lambda: _with_average(_checkpoint(MODEL()), torch.full((2,), 1e300, dtype=torch.float64)), "must be finite"),
-        (
-            lambda: _with_average(_checkpoint(MODEL()), "large"),
-            r"grad_norm of 1\.bias must be a tensor, but .* 'large'",
-        ),
-        (lambda: _with_average(_checkpoint(MODEL()), None), r"grad_norm of 1\.bias must be a tensor, but it is None"),
+        (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None, but .* are needed"),
+        (lambda: _with_average(_checkpoint(MODEL()), "large"), r"grad_norm of 1\.bias must be a tensor, got 'large'"),
+        (lambda: _with_average(_checkpoint(MODEL()), None), r"grad_norm of 1\.bias must be a tensor, got None"),
         (
             lambda: _with_other_axes(_checkpoint(MODEL())),
             r"0\.weight holds neurons along axes \(0,\) in the checkpoint",

@@ -258,9 +258,9 @@ def test_weights_edited_between_steps_are_noticed(backend: str):
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(40, 6), (2, 6), (4, 6, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 6), (2, 6), (1, 6), (4, 6, 3)], ids=str)
 def test_parameter_of_changed_shape_raises(backend: str, shape: tuple[int, ...]):
-    """As where a table is given more rows by its ``.data``: compiled code must not write beyond the state's end."""
+    """Compiled code must not write beyond the end of the state, as after an embedding grows by its ``.data``."""
     weight = nn.Parameter(torch.randn(4, 6))
     optimiser = nero.Nero([weight], backend=backend)
     weight.grad = torch.randn(4, 6)
@@ -272,7 +272,7 @@ def test_parameter_of_changed_shape_raises(backend: str, shape: tuple[int, ...])
 
 
 def test_state_made_in_inference_mode_works_outside(backend: str):
-    """Made, unfrozen, loaded or stepped there by who evaluates; torch lets nobody change its tensors outside."""
+    """Tensors created in inference mode are read-only outside it, so state must not be created in it."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).requires_grad_(False))
     with torch.inference_mode():
         optimiser = nero.Nero(model, backend=backend, fix_norm="initial")

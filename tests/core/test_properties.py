@@ -302,11 +302,8 @@ def test_balancing_after_steps_changes_no_bit(
     assert torch.equal(bits(layer.weight), stepped)
 
 
-def test_balancing_after_first_step_of_constant_neuron(backend: str, request: pytest.FixtureRequest):
+def test_balancing_after_first_step_of_constant_neuron(backend: str):
     """Ruling 10, where a step removes nearly all of a neuron: its constant part."""
-    if backend in ("eager", "foreach"):
-        reason = "rule.project centres once, which leaves a mean of the size of the rounding of the constant"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     torch.manual_seed(0)
     layer = nn.Linear(9, 3, bias=False)
     nn.init.ones_(layer.weight)

@@ -1,6 +1,7 @@
 """Invalid options and untrainable parameters: errors that name them, what they got, and the fix."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
+from nero.options import OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -241,3 +243,28 @@ def test_no_parameters_raises(params):
 def test_params_of_wrong_type_raises(params):
     with pytest.raises(TypeError):
         nero.Nero(params)
+
+
+def test_signature_lists_every_option():
+    signature = inspect.signature(nero.Nero).parameters
+    of_groups = ("role", "fan_in_axes", "fan_in_groups")
+    assert list(signature) == ["params", *(name for name in OPTIONS if name not in of_groups)]
+    assert nero.Nero(nn.Linear(3, 2)).defaults == {name: option.default for name, option in OPTIONS.items()}
+    changed = {"lr": 0.5, "beta": 0.5, "longest_step": 2.0, "fix_mean": False, "fix_norm": "initial", "scale": 2.0}
+    changed |= {"gain_penalty": 0.5, "maximize": True, "on_nonfinite": "raise", "rounding": "stochastic"}
+    changed |= {"depth": 3.0, "backend": "eager"}
+    optimiser = nero.Nero(nn.BatchNorm1d(3), **changed)
+    assert {name: optimiser.defaults[name] for name in OPTIONS if name not in of_groups} == changed
+
+
+def test_backend_set_later_that_is_missing_raises_before_any_step(monkeypatch: pytest.MonkeyPatch):
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    optimiser = nero.Nero([{"params": layer.parameters()} for layer in layers])
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.detach().clone() for parameter in layers.parameters()]
+    monkeypatch.setattr("nero.backends.available.numba_works", lambda: False)
+    optimiser.param_groups[1]["backend"] = "numba"
+    with pytest.raises(ModuleNotFoundError, match="needs numba"):
+        optimiser.step()
+    assert all(torch.equal(one, other) for one, other in zip(layers.parameters(), before, strict=True))

@@ -20,7 +20,7 @@ by_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @by_name
 @by_dtype
 def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
-    """The rule itself, called directly, from weights that nobody has balanced."""
+    """The rule is called directly, on weights that are not balanced."""
     generator = torch.Generator().manual_seed(1)
     role, parameter = case.role, case.tensor(generator, dtype)
     reference = Oracle(case, parameter)
@@ -70,7 +70,7 @@ def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
 
 
 def drawn(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[list[Tensor | None]]]:
-    """Three tensors, and their gradients in each of seven steps: the first has none at the second."""
+    """Return three tensors and their gradients in seven steps; the first has none at the second step."""
     generator = torch.Generator().manual_seed(2)
     tensors, *grads = ([case.tensor(generator, dtype, device) for _ in range(3)] for _ in range(8))
     grads[1][0] = None
@@ -83,7 +83,7 @@ def frozen(index: int, step: int) -> bool:
 
 @functools.cache
 def references(name: str, dtype: torch.dtype) -> list[Oracle]:
-    """The oracle after those steps, which is the same whatever the backend: of long neurons, it takes its time."""
+    """Return the oracle after those steps. Cached, since it is slow and the same for all backends."""
     (case,) = (case for case in CASES if case.name == name)
     tensors, grads = drawn(case, dtype)
     found = [Oracle(case, tensor) for tensor in tensors]
@@ -141,7 +141,7 @@ def test_half_precision_rounds_once_per_step(case: Case, backend: str, dtype: to
 
 
 def test_backend_on_a_whole_model_agrees_with_eager(backend: str):
-    """Many tensors of many roles in one step, as a network has them."""
+    """Many tensors of many roles in one step."""
     results = []
     dtype = torch.float32 if backend == "triton" else torch.float64
     for each in ("eager", backend):

@@ -41,7 +41,7 @@ def columns(fan_in: int, neurons: int) -> Case:
 
 
 def check(cases: list[Case], steps: int = 2, dtype: torch.dtype = torch.float32) -> nero.Nero:
-    """All cases in one optimiser against the oracle."""
+    """Compare all cases, in one optimiser, with the oracle."""
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(case.tensor(generator, dtype, DEVICE)) for case in cases]
     references = [Oracle(case, parameter) for case, parameter in zip(cases, parameters, strict=True)]
@@ -104,7 +104,7 @@ def step(layer: nn.Linear, optimiser: nero.Nero, seed: int) -> None:
 
 
 def another_way(change, seed: int = 1) -> list[Tensor]:
-    """Two steps by the kernels, with something done between them."""
+    """Take two steps, with a change between them, and return the parameters."""
     layer, optimiser = layer_and_optimiser()
     change(layer, optimiser)
     step(layer, optimiser, seed)
@@ -151,7 +151,7 @@ def test_sweep_follows_tensors_that_move_in_memory(change):
     change(layer, optimiser)
     before = optimiser.state[layer.weight]["grad_norm"].clone()
     step(layer, optimiser, 1)
-    assert not torch.equal(optimiser.state[layer.weight]["grad_norm"], before), "the state of now, not of then"
+    assert not torch.equal(optimiser.state[layer.weight]["grad_norm"], before), "the sweep must use the new state"
 
 
 def test_frozen_layer_with_stale_gradient_is_unchanged():
@@ -169,7 +169,7 @@ def test_frozen_layer_with_stale_gradient_is_unchanged():
 
 
 def test_gradient_in_any_layout_gives_the_same_step():
-    """As views of a bucket, whose addresses are odd; transposed in memory; expanded from one number."""
+    """Gradients as misaligned views of a bucket, transposed in memory, or expanded from one number."""
     results = []
     for kind in ("plain", "bucket", "transposed"):
         layer, optimiser = layer_and_optimiser()
@@ -189,7 +189,7 @@ def test_gradient_in_any_layout_gives_the_same_step():
 
 
 def test_stride_of_axis_of_one_is_ignored():
-    """As the gradients of 1x1 convolutions have it: no copy is made, and the quick look serves again."""
+    """Gradients of 1x1 convolutions have such strides: no copy is made, and the fast check still passes."""
     weight = nn.Parameter(torch.randn(6, 8, 1, 1, device=DEVICE))
     optimiser = nero.Nero([weight], backend="triton")
     grad = torch.randn(6, 8, device=DEVICE).as_strided((6, 8, 1, 1), (8, 1, 8, 8))
@@ -287,7 +287,7 @@ def test_cpu_tensor_without_interpreter_raises():
 
 
 def test_layout_of_three_strides_uses_another_backend():
-    """Neurons whose entries no two strides describe are stepped all the same."""
+    """Neurons that two strides cannot describe are stepped by foreach."""
     whole = torch.zeros(4, 6, 5, 7, device=DEVICE)
     weight = nn.Parameter(whole[:, ::2, ::2, ::2])
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_layout_of_three_strides_uses_another_backend():
 
 
 def test_gradient_norm_overflow_is_skipped():
-    """Its norm overflows, though no entry does; the neurons beside it move."""
+    """The norm overflows, though no element does; other neurons move."""
     weight = nn.Parameter(torch.randn(3, 40, device=DEVICE))
     optimiser = nero.Nero([weight], backend="triton")
     before = weight.detach().clone()
@@ -327,7 +327,7 @@ def test_sweep_follows_replaced_state(key: str):
     kept = old.clone()
     optimiser.state[layer.bias][key] = old.clone() * 0
     step(layer, optimiser, 1)
-    assert torch.equal(old, kept), "what was taken out is left alone"
+    assert torch.equal(old, kept), "the old tensor must stay unchanged"
     assert optimiser.state[layer.bias]["step"] == (1 if key == "step" else 2)
 
 
@@ -402,7 +402,7 @@ def test_steps_in_and_out_of_inference_mode():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_step_never_synchronises(rounding: str):
-    """Also the first one, and when gradients move."""
+    """Neither the first step nor steps with new gradients wait for the device."""
     model = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 4)).cuda().to(torch.bfloat16)
     optimiser = nero.Nero(model, rounding=rounding)
     inputs = torch.randn(8, 64, device="cuda", dtype=torch.bfloat16)

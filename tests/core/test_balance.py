@@ -19,7 +19,7 @@ def network() -> nn.Module:
 
 
 def deviations(weight: Tensor) -> tuple[float, float]:
-    """How far rows are from zero mean and from unit norm, computed apart from the library."""
+    """Return how far rows are from zero mean and from unit norm, computed without the library."""
     rows = weight.detach().double().flatten(1)
     return float(rows.mean(1).abs().max()), float((rows.square().sum(1).sqrt() - 1).abs().max())
 
@@ -200,7 +200,7 @@ def test_balance_after_step_unknown_fix_norm_raises():
 @pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
 @pytest.mark.parametrize("options", [{"fix_norm": "initial"}, {"fix_norm": None}, {"fix_mean": "no"}], ids=str)
 def test_constraint_not_bool_raises(call, options: dict):
-    """What holds norms to their start elsewhere would be taken for true, and set them to one."""
+    """``fix_norm="initial"`` is an option of the optimiser; here it would count as true and set norms to one."""
     layer = nn.Linear(8, 4)
     before = layer.weight.detach().clone()
     with pytest.raises(ValueError, match=r"must be True or False.*fix_norm=False"):
@@ -381,7 +381,7 @@ def test_weight_with_fan_in_one_steps_as_a_gain(backend: str, make, from_module:
 
 
 def test_zero_neuron_waits_for_its_first_gradient(backend: str):
-    """As in a zero-initialised head, or B of LoRA: the first step points against the gradient."""
+    """The first step of a zero neuron, as in a zero-initialised head, points against the gradient."""
     head = nn.Linear(7, 4)
     nn.init.zeros_(head.weight)
     optimiser = nero.Nero(head, backend=backend)

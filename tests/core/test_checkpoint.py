@@ -68,7 +68,7 @@ def test_edited_optimiser_loads_its_own_checkpoint():
 
 
 def test_checkpoint_with_empty_frozen_state_loads():
-    """Asking torch's dict of states for one that is not there puts an empty one into it, which is saved."""
+    """Reading the state of a frozen parameter adds an empty entry, which is saved."""
     model = network()
     model[4].requires_grad_(False)
     optimiser = nero.Nero(model)

@@ -74,7 +74,7 @@ def test_tensor_lr_equals_float_lr(backend: str):
 
 
 def test_tensor_lr_is_shared_unless_cloned_per_group():
-    """As torch has it; who multiplies it group by group, as a scheduler on a plateau does, wants one for each."""
+    """Groups share a tensor lr, as in torch. Code that multiplies it group by group needs a clone per group."""
     given = torch.tensor(0.01)
     optimiser = nero.Nero(network(), lr=given)
     assert len(optimiser.param_groups) == 4
@@ -200,7 +200,7 @@ def test_sparse_nonfinite_gradient_is_skipped():
 
 
 def test_step_under_autocast_and_default_device():
-    """Neither may reach into the arithmetic of the step."""
+    """Neither may change the arithmetic of the step."""
     results = []
     for odd in (False, True):
         torch.manual_seed(0)
@@ -219,7 +219,7 @@ def test_step_under_autocast_and_default_device():
 
 @pytest.fixture
 def mesh():
-    """One process that is a whole device mesh."""
+    """A device mesh of one process."""
     from torch import distributed
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)

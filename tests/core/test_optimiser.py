@@ -208,7 +208,7 @@ def test_gradient_of_another_layout_or_dtype_steps(backend: str):
 
 
 def test_small_tensors_stepped_together_stay_independent(backend: str):
-    """One of several tensors of one fan-in has a NaN, one a resting neuron, one a constant one."""
+    """One of several tensors of equal fan-in has a NaN gradient, one a zero gradient, one a constant neuron."""
     results = []
     for each in ("eager", backend):
         torch.manual_seed(0)
@@ -229,7 +229,7 @@ def test_small_tensors_stepped_together_stay_independent(backend: str):
 
 
 def test_weights_edited_between_steps_are_noticed(backend: str):
-    """The short path trusts what it balanced itself, and notices what others did."""
+    """The fast path trusts weights that it balanced, and notices edits by others."""
     results = []
     for each in ("eager", backend):
         torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_repr_shows_the_options():
 
 
 def test_state_read_noted_and_cleared_by_users(backend: str):
-    """A logger that asks for the state of a frozen layer, a note among it, a reset."""
+    """A logger reads the state of a frozen layer, someone adds a note, someone clears the state."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model[1].requires_grad_(False)
     optimiser = nero.Nero(model, backend=backend)
@@ -331,7 +331,7 @@ def test_parameter_moved_to_a_group_takes_its_options(backend: str):
 
 @pytest.mark.parametrize("edit", [{"role": "gain", "fan_in_axes": None}, {"fan_in_axes": (0,)}], ids=str)
 def test_role_changed_in_a_group_raises(backend: str, edit: dict):
-    """It was not heeded, until a copy of the optimiser ended in an error of torch's."""
+    """The state depends on the role, so a changed role would only fail later, in a copy of the optimiser."""
     layer = nn.Linear(6, 4)
     optimiser = nero.Nero(layer, backend=backend)
     optimiser.param_groups[0].update(edit)
@@ -391,7 +391,7 @@ def test_statistics_follow_a_cast_model(backend: str, dtype: torch.dtype, fix_no
 
 @pytest.mark.parametrize("beta", [0.9999, 0.9999999])
 def test_beta_close_to_one_is_exact(backend: str, beta: float):
-    """1 - beta is as exact as beta is: the first step is as long as any."""
+    """1 - beta must not lose digits: the first step is as long as any."""
     gain, weight = nn.Parameter(torch.ones(4)), nn.Parameter(torch.eye(3, 8))
     optimiser = nero.Nero([gain, weight], beta=beta, backend=backend)
     entered = weight.detach().clone()
@@ -404,7 +404,7 @@ def test_beta_close_to_one_is_exact(backend: str, beta: float):
 
 @pytest.mark.parametrize("longest", [3, math.inf])
 def test_no_step_is_longer_than_longest_step(backend: str, longest: float):
-    """However large a gradient comes after small ones; the first is as long as ever."""
+    """A large gradient after small ones is bounded; the first step is not affected."""
     lr, count = 0.001, 20
     torch.manual_seed(0)
     weight, columns, gain = (nn.Parameter(each) for each in (torch.randn(4, 8), torch.randn(8, 4), torch.ones(4)))
@@ -427,7 +427,7 @@ def test_no_step_is_longer_than_longest_step(backend: str, longest: float):
 
 @pytest.mark.parametrize("longest", [math.inf, 3])
 def test_gradient_below_the_average_range_is_unmoved(backend: str, longest: float):
-    """A gradient so small that its share in the average is zero."""
+    """The gradient is so small that its share in the average underflows to zero."""
     gain, weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.eye(2, 4))
     optimiser = nero.Nero([gain, weight], longest_step=longest, backend=backend)
     before = [each.detach().clone() for each in (gain, weight)]

@@ -1,4 +1,4 @@
-"""How Triton's kernels run in the tests: compiled on a GPU, or interpreted on the CPU. Import before Triton."""
+"""The mode of Triton in the tests: compiled on a GPU, or interpreted on the CPU. Import before Triton."""
 
 import os
 

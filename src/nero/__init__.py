@@ -46,7 +46,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """What training does not need is imported when it is first asked for."""
+        """Import on first use what most training does not need."""
         if name == "theory":
             return import_module("nero.theory")
         home = {"Watch": "nero.watching", "watch": "nero.watching", "depth_of": "nero.auto.depth"}.get(name)

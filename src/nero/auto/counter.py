@@ -15,7 +15,7 @@ from nero.preserve import MeasurementHook
 
 
 class HasGroups(Protocol):
-    """What the counter reads of an optimiser."""
+    """The part of an optimiser that the counter reads."""
 
     param_groups: list[dict[str, Any]]
 

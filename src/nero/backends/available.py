@@ -1,4 +1,4 @@
-"""Which backends can step a tensor here, and if not, why."""
+"""The backends that can step a tensor here, and the reasons of those that cannot."""
 
 import os
 from functools import cache

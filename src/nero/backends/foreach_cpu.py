@@ -217,12 +217,53 @@ def _off_balance(job: Job, settings: Settings) -> Tensor | None:
     return off if bool(off.any()) else None
 
 
+class _Turns(NamedTuple):
+    """The turns of the neurons of several matrices, joined: w <- w + factor * g, and the constraints."""
+
+    length: Tensor  # the norm of the gradient
+    average: Tensor  # the new running average
+    factor: Tensor
+    angle: Tensor  # NaN, and so not ordinary, if the average is 0 or the learning rate is NaN
+
+
 def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings) -> None:
     """Turn neurons that run along one axis of their matrices and have equal step counts."""
     across = 1 - axis
-    counts = [matrix.average.shape[across] for matrix in matrices]
     largest = max(matrix.weight.numel() for matrix in matrices) if axis == 0 else 0
     scratch = matrices[0].weight.new_empty(largest)
+    turns = _measure(matrices, axis, step, settings, scratch)
+    counts = [matrix.average.shape[across] for matrix in matrices]
+    idle: Sequence[Tensor | None] = [None] * len(matrices)
+    if not _all_ordinary(matrices, turns):
+        lengths = _split(turns.length, counts, across)
+        masks = [_without_gradient(matrix, part, axis) for matrix, part in zip(matrices, lengths, strict=True)]
+        needs_rule = [
+            not bool(mask.all()) for mask in _split(_ordinary(matrices, turns, masks, across), counts, across)
+        ]
+        if any(needs_rule):
+            rest = []
+            for matrix, is_odd in zip(matrices, needs_rule, strict=True):
+                if is_odd:
+                    matrix.leave_to_rule(axis, step, settings)
+                else:
+                    rest.append(matrix)
+            if rest:
+                _turn_matrices(rest, axis, step, settings)
+            return
+        idle = [mask.flatten().nonzero()[:, 0] for mask in masks]
+    for matrix, factor, idle_neurons in zip(matrices, _split(turns.factor, counts, across), idle, strict=True):
+        _write(matrix, factor, idle_neurons, axis, scratch, settings)
+    single = [part for matrix in matrices for part in matrix.parts or (matrix,)]
+    counts = [matrix.average.shape[across] for matrix in single]
+    torch._foreach_copy_([matrix.average for matrix in single], list(_split(turns.average, counts, across)))
+    for matrix in single:
+        assert matrix.job is not None
+        _views[matrix.job.state["grad_norm"]].version = matrix.job.parameter._version
+
+
+def _measure(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings, scratch: Tensor) -> _Turns:
+    """Apply the rule to the statistics of all neurons, as one vector."""
+    across = 1 - axis
     length = _join([_norm(matrix.grad, axis, scratch) for matrix in matrices], across)
     before = _join([matrix.average for matrix in matrices], across)
     average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
@@ -232,60 +273,44 @@ def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings
     scale = radius if settings.scale is None else settings.scale
     correction = rule.bias_correction(step, settings.beta, length.dtype)
     factor = -float(settings.angle) * correction * scale / _bounded(average, length, correction, settings)
-    angle = factor * length / radius  # NaN, and so not ordinary, if ḡ is 0 or lr is NaN
+    return _Turns(length, average, factor, factor * length / radius)
 
-    low, high, left, right = torch.stack([*torch.aminmax(length), *torch.aminmax(angle)]).tolist()
-    still: Sequence[Tensor | None] = [None] * len(matrices)
-    all_balanced = all(matrix.off is None for matrix in matrices)
-    # a smaller turn cannot bring a balanced neuron near zero or near a constant
-    if not (
-        all_balanced and low > ORDINARY[0] and high < ORDINARY[1] and left > -MAX_ANGLE_RAD and right < MAX_ANGLE_RAD
-    ):
-        idle_masks = [
-            _without_gradient(matrix, each, axis)
-            for matrix, each in zip(matrices, _split(length, counts, across), strict=True)
-        ]
-        without_gradient = _join(idle_masks, across)
-        plain = without_gradient | ((length > ORDINARY[0]) & (length < ORDINARY[1]) & (angle.abs() < MAX_ANGLE_RAD))
-        if not all_balanced:
-            balanced = [
-                torch.ones_like(each) if matrix.off is None else each | ~matrix.off
-                for matrix, each in zip(matrices, idle_masks, strict=True)
-            ]
-            plain &= _join(balanced, across)
-        odd = [not bool(each.all()) for each in _split(plain, counts, across)]
-        if any(odd):
-            for matrix, is_odd in zip(matrices, odd, strict=True):
-                if is_odd:
-                    matrix.leave_to_rule(axis, step, settings)
-            rest = [matrix for matrix, is_odd in zip(matrices, odd, strict=True) if not is_odd]
-            if rest:
-                _turn_matrices(rest, axis, step, settings)
-            return
-        still = [each.flatten().nonzero()[:, 0] for each in idle_masks]
 
-    for matrix, each, idle in zip(matrices, _split(factor, counts, across), still, strict=True):
-        kept = None if idle is None else matrix.weight.index_select(across, idle)
-        for weight, grad, by, target in _pieces(across, matrix.weight, matrix.grad, each, matrix.radius):
-            weight.addcmul_(grad, by)
-            if settings.fix_mean:
-                weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
-            stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
-            weight.mul_(stretch if target is None else stretch.mul_(target))
-        if idle is not None and kept is not None:
-            matrix.weight.index_copy_(across, idle, kept)
-        if matrix.parts:
-            here = [part.weight for part in matrix.parts]
-            torch._foreach_copy_(
-                here, list(matrix.weight.split_with_sizes([each.shape[across] for each in here], across))
-            )
+def _all_ordinary(matrices: Sequence[_Matrix], turns: _Turns) -> bool:
+    """Return whether every neuron is balanced, moves, and turns by so little that it stays far from zero."""
+    low, high, left, right = torch.stack([*torch.aminmax(turns.length), *torch.aminmax(turns.angle)]).tolist()
+    in_range = low > ORDINARY[0] and high < ORDINARY[1] and left > -MAX_ANGLE_RAD and right < MAX_ANGLE_RAD
+    return in_range and all(matrix.off is None for matrix in matrices)
 
-    single = [part for matrix in matrices for part in matrix.parts or (matrix,)]
-    counts = [matrix.average.shape[across] for matrix in single]
-    torch._foreach_copy_([matrix.average for matrix in single], list(_split(average, counts, across)))
-    for matrix in single:
-        assert matrix.job is not None
-        _views[matrix.job.state["grad_norm"]].version = matrix.job.parameter._version
+
+def _ordinary(matrices: Sequence[_Matrix], turns: _Turns, idle: Sequence[Tensor], across: int) -> Tensor:
+    """Return a mask of the neurons that do not need the rule: idle ones, and balanced ones of ordinary turns."""
+    in_range = (turns.length > ORDINARY[0]) & (turns.length < ORDINARY[1]) & (turns.angle.abs() < MAX_ANGLE_RAD)
+    balanced = [
+        torch.ones_like(mask) if matrix.off is None else mask | ~matrix.off
+        for matrix, mask in zip(matrices, idle, strict=True)
+    ]
+    return (_join(list(idle), across) | in_range) & _join(balanced, across)
+
+
+def _write(
+    matrix: _Matrix, factor: Tensor, idle: Tensor | None, axis: int, scratch: Tensor, settings: Settings
+) -> None:
+    """Turn the weights of a matrix in place, piece by piece; neurons without a gradient keep their bits."""
+    across = 1 - axis
+    kept = None if idle is None else matrix.weight.index_select(across, idle)
+    for weight, grad, by, radius in _pieces(across, matrix.weight, matrix.grad, factor, matrix.radius):
+        weight.addcmul_(grad, by)
+        if settings.fix_mean:
+            weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
+        stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
+        weight.mul_(stretch if radius is None else stretch.mul_(radius))
+    if idle is not None and kept is not None:
+        matrix.weight.index_copy_(across, idle, kept)
+    if matrix.parts:
+        weights = [part.weight for part in matrix.parts]
+        sizes = [weight.shape[across] for weight in weights]
+        torch._foreach_copy_(weights, list(matrix.weight.split_with_sizes(sizes, across)))
 
 
 def _pieces(

@@ -1,4 +1,4 @@
-"""What a backend is given: groups of parameters, and one job per parameter and step."""
+"""The interface of a backend: groups of parameters, and one job per parameter and step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

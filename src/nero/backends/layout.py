@@ -1,11 +1,11 @@
-"""How neurons lie in memory."""
+"""The layout of neurons in memory."""
 
 from functools import lru_cache
 from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """Where a tensor's neurons lie, in elements from its start.
+    """The layout of a tensor's neurons, in elements from its start.
 
     Neuron i starts at ``i // inner * outer_stride + i % inner * inner_stride``; its element k lies
     ``k // run * leap + k % run * stride`` further. Gains and biases are neurons of one element.

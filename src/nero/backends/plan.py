@@ -1,4 +1,4 @@
-"""Which backend steps which parameter."""
+"""The choice of a backend for every parameter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -46,7 +46,7 @@ def step_eagerly(groups: Sequence[Group]) -> None:
 
 
 class Plan:
-    """How all parameters of an optimiser are stepped. Built once, used until the parameters change.
+    """The backend of every parameter of an optimiser. Built once, used until the parameters change.
 
     Args:
         param_groups: the optimiser's groups.

@@ -34,7 +34,7 @@ SETTINGS = np.dtype(
 
 
 class Cut(NamedTuple):
-    """Where a tensor's neurons lie, in elements from its start, and how many of them make a piece of work.
+    """The layout of a tensor's neurons, in elements from its start, and how many of them make a piece of work.
 
     Neuron i starts at ``i // inner * outer_stride + i % inner * inner_stride``, and has ``segments`` runs of
     ``run`` contiguous elements. Gains have no runs.

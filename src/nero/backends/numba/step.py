@@ -1,4 +1,4 @@
-"""The numba backend: compiled loops that read weights and gradients from memory once.
+"""The numba backend: the step as compiled loops.
 
 Threads take pieces of work from one list for all tensors. The result of a piece does not depend on the
 thread that computes it, so the weights do not depend on the number of threads.

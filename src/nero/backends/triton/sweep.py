@@ -1,4 +1,4 @@
-"""All parameters of a device in a few launches, which read and write every element once.
+"""All parameters of a device in a few launches.
 
 A :class:`Sweep` is built once for its tensors and used step after step. At each step it checks what users
 can change without a call of ours: gradients, shapes, strides, storage and ``requires_grad``.

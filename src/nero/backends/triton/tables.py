@@ -48,7 +48,7 @@ class Split(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What two tensors must share to be in one launch."""
+    """The properties that tensors must share to be in one launch."""
 
     dtype: torch.dtype
     grad_dtype: torch.dtype

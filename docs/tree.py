@@ -10,7 +10,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/architecture.md"
 PACKAGES = ("src/nero", "src/nero_lab")
-MAX_LINE = 80
+#: A longer sentence ends at its colon or semicolon, if what stands before that says enough.
+MAX_LINE = 100
+MIN_HEAD = 25
+#: A full stop ends a sentence, except after these abbreviations.
+SENTENCE_END = re.compile(r"(?<!\bEq)(?<!\bFig)(?<!\be\.g)(?<!\bi\.e)\.(?:\s|$)")
 BLOCK = re.compile(r"(<!-- tree: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -44,9 +48,10 @@ def _rows(folder: Path, level: int) -> list[tuple[str, str]]:
 def summary(path: Path) -> str:
     """Return the first sentence of a module's docstring, without a long list after its colon."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
-    line = re.split(r"\.(?:\s|$)", docstring.partition("\n\n")[0], maxsplit=1)[0].replace("\n", " ")
+    line = SENTENCE_END.split(docstring.partition("\n\n")[0], maxsplit=1)[0].replace("\n", " ")
     line = re.sub(r":\w+:(?=`)|`", "", line)
-    return line if len(line) <= MAX_LINE else re.split(r"[:;] ", line, maxsplit=1)[0]
+    head = re.split(r"[:;] ", line, maxsplit=1)[0]
+    return head if len(line) > MAX_LINE and len(head) >= MIN_HEAD else line
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ MAX_SMALL_ELEMENTS = 1 << 16
 ORDINARY = (1e-15, 1e15)
 #: Above this fan-in, the fast sums lose too much precision in float32.
 MAX_FAN_IN = 1 << 15
-#: Rows that one matrix product sums along columns; longer products lose precision in float32.
-SUM_ROWS = 1024
+#: Elements of a neuron in one fast sum, along columns and along rows. Longer sums lose precision in float32.
+COLUMN_BLOCK = 1024
+ROW_BLOCK = 4096
 #: Wider turns are left to the rule.
 MAX_ANGLE_RAD = 0.5
 
@@ -343,22 +344,30 @@ def _join(parts: list[Tensor], axis: int) -> Tensor:
 
 
 def _norm(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
-    if axis == 1:
+    if axis == 0:
+        # torch's norm is not vectorised along columns; a product with ones is
+        return _sum(torch.mul(matrix, matrix, out=scratch[: matrix.numel()].view(matrix.shape)), axis).sqrt_()
+    blocks, rest = divmod(matrix.shape[1], ROW_BLOCK)
+    if blocks == 0 or (blocks == 1 and not rest):
         size: Tensor = torch.linalg.vector_norm(matrix, dim=1, keepdim=True)
         return size
-    # torch's norm is not vectorised along columns; a product with ones is
-    return _sum(torch.mul(matrix, matrix, out=scratch[: matrix.numel()].view(matrix.shape)), axis).sqrt_()
+    cut = blocks * ROW_BLOCK
+    sizes: Tensor = torch.linalg.vector_norm(matrix[:, :cut].unflatten(1, (blocks, ROW_BLOCK)), dim=2)  # type: ignore[no-untyped-call]
+    if rest:
+        sizes = torch.cat([sizes, torch.linalg.vector_norm(matrix[:, cut:], dim=1, keepdim=True)], 1)
+    total: Tensor = torch.linalg.vector_norm(sizes, dim=1, keepdim=True)
+    return total
 
 
 def _sum(matrix: Tensor, axis: int) -> Tensor:
     if axis == 1:
         return matrix.sum(1, keepdim=True)
-    ones = matrix.new_ones(1, min(matrix.shape[0], SUM_ROWS))
-    if matrix.shape[0] <= SUM_ROWS:
+    ones = matrix.new_ones(1, min(matrix.shape[0], COLUMN_BLOCK))
+    if matrix.shape[0] <= COLUMN_BLOCK:
         return torch.mm(ones, matrix)
-    blocks, rest = matrix.shape[0] // SUM_ROWS, matrix.shape[0] % SUM_ROWS
-    total = torch.matmul(ones, matrix[: blocks * SUM_ROWS].view(blocks, SUM_ROWS, -1)).sum(0)
-    return total + torch.mm(ones[:, :rest], matrix[blocks * SUM_ROWS :]) if rest else total
+    blocks, rest = matrix.shape[0] // COLUMN_BLOCK, matrix.shape[0] % COLUMN_BLOCK
+    total = torch.matmul(ones, matrix[: blocks * COLUMN_BLOCK].view(blocks, COLUMN_BLOCK, -1)).sum(0)
+    return total + torch.mm(ones[:, :rest], matrix[blocks * COLUMN_BLOCK :]) if rest else total
 
 
 def flat(tensor: Tensor) -> Tensor:

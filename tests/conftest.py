@@ -12,9 +12,9 @@ import torch
 from interpreter import INTERPRETED
 
 from nero.backends import foreach, foreach_cpu
-from nero.backends.available import is_installed
+from nero.backends.available import COMPILED
 
-LIBRARIES = [name for name in ("numba", "triton") if is_installed(name)]
+WORKING = [name for name, backend in COMPILED.items() if backend.works()]
 
 hypothesis.settings.register_profile(
     "nero",
@@ -79,7 +79,7 @@ def _given(item: pytest.Item) -> dict[str, object]:
     return item.callspec.params if hasattr(item, "callspec") else {}
 
 
-@pytest.fixture(params=["eager", "foreach", *LIBRARIES, "foreach, in pieces", "foreach, in stacks"])
+@pytest.fixture(params=["eager", "foreach", *WORKING, "foreach, in pieces", "foreach, in stacks"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every backend; foreach also in small pieces, as for large tensors, and in stacks, as on a GPU."""
     if request.param == "foreach, in pieces":

@@ -1,9 +1,9 @@
-"""Algorithm 1 of the paper as loops over lists of float64: slow, obvious, and written from the paper alone.
+"""Algorithm 1 of the paper as loops over lists of float64: slow, obvious, and independent of the library.
 
 See "Learning by Turning", Section 4. Quoted comments are the algorithm's own lines. The paragraph below it
 describes the bias correction. `mean` and `norm` switch the two projections, as in the ablation of Section 5.1.
-`sigma` replaces the norm of w as the scale of a step. `longest` is not in the paper: it bounds a step to
-`longest` times eta.
+`sigma` replaces the norm of w as the scale of a step. `longest` is not in the paper, but from the definition of
+the option: it bounds a step to `longest` times eta.
 """
 
 import math

@@ -60,7 +60,7 @@ OPTIONS: dict[str, Option] = {
     "fan_in_axes": Option(None, lambda _: True, ""),
     "fan_in_groups": Option(1, lambda _: True, ""),
 }
-#: Options that were added during version 0.1.0; checkpoints from before lack them.
+#: Options that earlier checkpoints lack; they load with the default.
 MISSING_IN_OLD_CHECKPOINTS = ("longest_step", "depth")
 
 

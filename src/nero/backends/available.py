@@ -1,8 +1,10 @@
 """The backends that can step a tensor here, and the reasons of those that cannot."""
 
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,14 +13,28 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 #: The dtypes that the Triton kernels read and write.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_INSTALL = {"numba": "pip install 'nero-optim[cpu]'", "triton": "pip install triton"}
 _INSTEAD = "use backend='foreach', or 'auto' for the fastest that works here"
+
+
+class Compiled(NamedTuple):
+    """A backend that needs a library: the device it serves, a probe, and how to install the library."""
+
+    device: str
+    works: Callable[[], bool]
+    install: str
+
+
+#: The backends that need a library. On a GPU, ``triton_works`` also tells whether kernels launch.
+COMPILED: dict[str, Compiled] = {
+    "numba": Compiled("cpu", lambda: numba_works(), "pip install 'nero-optim[cpu]'"),
+    "triton": Compiled("cuda", lambda: is_installed("triton"), "pip install triton"),
+}
 
 
 def backends_for(device: torch.device) -> list[str]:
     """List the backends that can step parameters on a device, the fastest last."""
-    compiled = {"cpu": "numba", "cuda": "triton"}.get(device.type, "")
-    return ["eager", "foreach", *([compiled] if compiled and is_installed(compiled) else [])]
+    compiled = [name for name, backend in COMPILED.items() if backend.device == device.type and backend.works()]
+    return ["eager", "foreach", *compiled]
 
 
 @cache
@@ -81,10 +97,9 @@ def check_backend(backend: str, name: str, *tensors: Tensor) -> None:
         name: the parameter's name.
         tensors: the parameter, and its gradient if there is one.
     """
-    is_missing = not numba_works() if backend == "numba" else backend == "triton" and not is_installed("triton")
-    if is_missing:
+    if backend in COMPILED and not COMPILED[backend].works():
         raise ModuleNotFoundError(
-            f"backend={backend!r}, chosen for {name}, needs {backend} ({_INSTALL[backend]}); {_INSTEAD}"
+            f"backend={backend!r}, chosen for {name}, needs {backend} ({COMPILED[backend].install}); {_INSTEAD}"
         )
     if backend == "triton":
         for tensor, what in zip(tensors, (name, f"the gradient of {name}"), strict=False):

@@ -57,6 +57,8 @@ class _Matrix(NamedTuple):
 
 def turn(jobs: Sequence[Job], settings: Settings) -> None:
     """Turn the neurons of every job. The steps are already counted."""
+    if not jobs:  # then reading the learning rate would wait for a GPU
+        return
     with torch.autocast("cpu", enabled=False):  # some sums are matrix products, which must stay in float32
         _turn(jobs, settings)
 

@@ -38,9 +38,11 @@ class Job(NamedTuple):
 
     A backend steps a job in place. It must
 
-    - compute what :func:`apply_rule` computes, in the dtype of ``grad_norm``, and round once by ``nero.rounding``;
+    - compute what :func:`apply_rule` computes, in the dtype of ``grad_norm`` or a wider one;
+    - round once, as ``nero.rounding`` does;
     - add one to ``step``, and the number of neurons or elements with a non-finite gradient to ``skipped``;
     - leave the value and ``grad_norm`` of those unchanged, and the value of all that have a zero gradient or ``lr=0``;
+    - check the state by :func:`has_expected_state` and ``parameter.is_neg()``, if it works on addresses;
     - never write to the gradient, which may have another dtype and other strides, be sparse or be a negated view;
     - bump the parameter's version counter, if torch does not see the write;
     - leave sparse gradients and tensor subclasses, such as DTensor, to :mod:`nero.backends.foreach`.
@@ -70,20 +72,20 @@ class Settings:
 
 def settings_of(options: Mapping[str, Any]) -> Settings:
     """Read the settings of a group from its options."""
-    lr, divisor = angle_of(options)
+    lr, divisor = rate_and_divisor(options)
     lr = lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
     return Settings(
-        lr if divisor == 1 else lr / divisor,
-        options["beta"],
-        options["fix_mean"],
-        options["fix_norm"],
-        options["scale"],
-        options["rounding"],
-        as_float(options["longest_step"]),
+        angle=lr if divisor == 1 else lr / divisor,
+        beta=options["beta"],
+        fix_mean=options["fix_mean"],
+        fix_norm=options["fix_norm"],
+        scale=options["scale"],
+        rounding=options["rounding"],
+        longest=as_float(options["longest_step"]),
     )
 
 
-def angle_of(options: Mapping[str, Any]) -> tuple[Number, float]:
+def rate_and_divisor(options: Mapping[str, Any]) -> tuple[Number, float]:
     """Return the learning rate, which may be a tensor on a device, and its divisor: the depth, negative to ascend."""
     return options["lr"], -float(options["depth"]) if options["maximize"] else float(options["depth"])
 

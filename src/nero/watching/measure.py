@@ -195,7 +195,7 @@ def _limits(
         radius = _state_by_neuron(batch, "radius", neurons) if fix_norm == "initial" else 1.0
         centred = (1 - shift.square()).clamp_min(0).sqrt()
         distance = torch.hypot(distance, centred - radius / (peak * length))
-    rounding = torch.finfo(dtype).eps + 16 * torch.finfo(unit.dtype).eps
+    rounding = rounding_error(dtype)
     is_free = not (fix_mean or fix_norm)
     return _share(near), _share(~(distance <= rounding) & ~((peak == 0) & is_free))
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nero.backends.available import check_backend, triton_works, why_not_triton
-from nero.backends.job import Group, Member, angle_of, has_expected_state, job_of, settings_of
+from nero.backends.job import Group, Member, has_expected_state, job_of, rate_and_divisor, settings_of
 from nero.backends.layout import layout_of
 from nero.backends.triton.sweep import Sweep
 from nero.backends.triton.tables import Line
@@ -42,7 +42,7 @@ class Planner:
         """Launch the sweeps, each with the addresses of its gradients."""
         if not ready:
             return
-        angles = [angle_of(group.options) for group in self._groups]
+        angles = [rate_and_divisor(group.options) for group in self._groups]
         for sweep, addresses in ready:
             sweep.launch(addresses, angles)
 

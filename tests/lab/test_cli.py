@@ -121,7 +121,7 @@ def test_command_without_data_creates_no_files(command, what, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for task in ("mnist-deep", "imagenet"):
         code, _ = command(what, task, "--device", "cpu", "--data", tmp_path / "nowhere")
-        assert "nowhere, that was asked for, does not exist" in str(code)
+        assert f"the data folder {tmp_path / 'nowhere'} does not exist" in str(code)
     assert list(tmp_path.iterdir()) == []
 
 

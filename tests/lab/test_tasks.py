@@ -38,7 +38,9 @@ from nero_lab.store import Store, read_records
 from nero_lab.tasks import TASKS, task_named
 
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
-SUPERVISED = [task for task in TASKS.values() if task.shows and task.loop is None and task.dataset != "imagenet"]
+SUPERVISED = [
+    task for task in TASKS.values() if task.study == "paper" and task.loop is None and task.dataset != "imagenet"
+]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 
 
@@ -285,7 +287,7 @@ def test_every_contender_trains_and_records_its_data(tmp_path: Path, contender: 
     settings = replace(SMALL.settings(contender, epochs=1), data=data.name)
     training = Supervised(SMALL, settings, data)
     before = [value.detach().clone() for value in training.model.parameters()]
-    while not training.finished:
+    while not training.is_finished:
         training.advance()
     for value, was in zip(training.model.parameters(), before, strict=True):
         assert value.isfinite().all()

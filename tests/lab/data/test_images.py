@@ -31,7 +31,7 @@ def test_cifar10_unpacked_or_in_archive_is_read(tmp_path: Path, put, monkeypatch
     contents, labels, pixels = tiny_cifar10()
     for name, content in contents.items():
         if inside == "archive":
-            monkeypatch.setitem(FILES, name, checksum(content, name))
+            monkeypatch.setitem(FILES["cifar10"], name, checksum(content, name))
         else:
             put(tmp_path / inside / name, content)
     if inside == "archive":

@@ -102,7 +102,8 @@ def list_tasks() -> None:
 
 def _list_study(study: str) -> None:
     line = "{:23}{:29}{:11}{:11}{}"
-    console.print(line.format("TASK", f"OF THE {study.upper()}", "DATA", "ON A GPU", "ON A CPU"))
+    origin = "OF THE PAPER" if study == "paper" else f"OF THE STUDY {study}"
+    console.print(line.format("TASK", origin, "DATA", "ON A GPU", "ON A CPU"))
     for task in (each for each in TASKS.values() if each.study == study):
         times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
         console.print(line.format(task.name, task.shows, task.dataset, *times))

@@ -85,8 +85,8 @@ def test_task_two_steps_train_and_record(name, contender, tmp_path):
 def test_text_tasks_settings_match_the_authors():
     """The numbers are those of the authors' code."""
     words, pairs_ = TASKS["wikitext2"], TASKS["translation"]
-    assert (words.batch, words.epochs, words.smoothing, words.summed) == (20, 20, 0.0, False)
-    assert (pairs_.batch, pairs_.epochs, pairs_.smoothing, pairs_.summed) == (128, 100, 0.1, True)
+    assert (words.batch, words.epochs, words.smoothing, words.is_loss_summed) == (20, 20, 0.0, False)
+    assert (pairs_.batch, pairs_.epochs, pairs_.smoothing, pairs_.is_loss_summed) == (128, 100, 0.1, True)
     assert words.grid == pairs_.grid == (0.0001, 0.001, 0.01, 0.1, 1.0)
     assert words.metric == pairs_.metric == "valid_loss"
     assert [words.schedule(10 * epoch, 10) for epoch in (0, 9, 10, 19)] == pytest.approx([1, 1, 0.1, 0.1])

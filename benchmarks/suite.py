@@ -101,7 +101,9 @@ def timed_rows(arguments: argparse.Namespace, device: torch.device, share: float
     """Time the tasks that were asked for, and yield a row for each."""
     precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
     names = [name for name in EPOCH_TASKS + STEP_TASKS if name in (arguments.tasks or EPOCH_TASKS + STEP_TASKS)]
-    datasets = {name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in names)}
+    datasets: dict[str, Any] = {
+        name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in names)
+    }
     for name in names:
         task, whole = TASKS[name], datasets[TASKS[name].dataset]
         if name in STEP_TASKS:
@@ -157,7 +159,7 @@ def time_cells(
         for optimiser, rate in cells
     ]
     times: list[float] = []
-    while not trainings[-1].finished:
+    while not trainings[-1].is_finished:
         for training in trainings:
             training.advance()
         if trainings[-1].epochs_known > len(times):  # the host has waited for the epoch's numbers

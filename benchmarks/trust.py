@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import nero
 from nero.theory import relative_change
-from nero_lab.data import load
+from nero_lab.data import Dataset, load
 from nero_lab.models.dropout import Dropout
 from nero_lab.protocol import Task
 from nero_lab.provenance import commit
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(task: Task, examples: int, folder: Path | None) -> dict[str, Any]:
     """Measure the relative change of the layers' gradients: the least, the median and the greatest at each angle."""
-    data = load(task.dataset, folder)
+    data = cast(Dataset, load(task.dataset, folder))  # no game is measured
     torch.manual_seed(0)
     model = nero.balance_(task.model(**data.sizes))
     *inputs, labels = next(iter(data.epoch(examples, torch.Generator().manual_seed(0), task.augment)))

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,8 +15,8 @@ try:
     from rich.progress import Progress
     from typer.core import TyperGroup
 
-    from nero_lab import report as drawing
     from nero_lab.progress import Display, NullObserver, duration
+    from nero_lab.report import report as write_report
 except ModuleNotFoundError as error:
     sys.exit(f"the command `nero` needs {error.name}: install with pip install 'nero-optim[lab]'")
 
@@ -24,8 +25,9 @@ import torch
 import nero
 import nero_lab.command
 from nero_lab import distributed
-from nero_lab.data import DataError, Dataset, Photos, load
+from nero_lab.data import DataError, Dataset, Game, Photos, load
 from nero_lab.protocol import Precision, SettingError, Settings, Task
+from nero_lab.report.published import all_published
 from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records
 from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS, depth, task_named
@@ -88,18 +90,24 @@ def commands(
 @app.command("list")
 def list_tasks() -> None:
     """List the tasks, what they show, and how long they take."""
-    line = "{:23}{:29}{:11}{:11}{}"
-    console.print(line.format("TASK", "OF THE PAPER", "DATA", "ON A GPU", "ON A CPU"))
-    for task in (each for each in TASKS.values() if each.shows):
-        times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
-        console.print(line.format(task.name, task.shows, task.dataset, *times))
-        console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
+    for study in dict.fromkeys(task.study for task in TASKS.values() if task.study != "depth"):
+        _list_study(study)
     console.print("Times are of a single run in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1.\n")
     console.print("Step size by depth (docs/studies/depth.md), on mnist:")
     names, columns = [task.name for task in depth.TASKS], len(depth.LAYERS)
     for start in range(0, len(names), columns):
         console.print("    " + "  ".join(names[start : start + columns]))
     console.print(f"    --optimiser nero; or {' | '.join(depth.FORMS)}, as for every task above that Nero trains")
+
+
+def _list_study(study: str) -> None:
+    line = "{:23}{:29}{:11}{:11}{}"
+    origin = "OF THE PAPER" if study == "paper" else f"OF THE STUDY {study}"
+    console.print(line.format("TASK", origin, "DATA", "ON A GPU", "ON A CPU"))
+    for task in (each for each in TASKS.values() if each.study == study):
+        times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
+        console.print(line.format(task.name, task.shows, task.dataset, *times))
+        console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
 
 
 @app.command()
@@ -145,14 +153,14 @@ def sweep(
     chosen = task_named(task, *(optimiser or ()))
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
-    accuracy = checked[0].precision
-    with _training_session(chosen, data, device, out, accuracy, side_by_side) as run_all:
-        best = search(chosen, contenders, seeds, accuracy, run_all, rates=None if grid else (), epochs=epochs)
+    known_precision = checked[0].precision
+    with _training_session(chosen, data, device, out, known_precision, side_by_side) as run_all:
+        best = search(chosen, contenders, seeds, known_precision, run_all, rates=None if grid else (), epochs=epochs)
     for name, rate in best.items():
         papers = chosen.contenders[name].best
-        source = "the paper's is" if chosen.shows else "the default is"
+        source = "the paper's is" if chosen.study == "paper" else "the default is"
         searched = f"best of the grid is {rate:g}; {source} {papers:g}"
-        taken = f"the paper has {papers:g} as its best" if chosen.shows else f"{source} {papers:g}"
+        taken = f"the paper has {papers:g} as its best" if chosen.study == "paper" else f"{source} {papers:g}"
         console.print(f"{name}: {searched if grid and chosen.grid else taken}")
 
 
@@ -165,11 +173,15 @@ def report(
     found = read_records(records)
     if not found:
         raise StoreError(f"there are no records in {records}: make some with `nero sweep TASK --out {records}`")
-    for path in drawing.report(found, out):
+    for path in write_report(found, out):
         console.print(str(path))
     short = [record for record in found if record["task"] in TASKS and record["epochs"] < TASKS[record["task"]].epochs]
     if short:
         console.print(f"left out of results and figures, with fewer epochs than their tasks: {len(short)}")
+    skipped = Counter(record["task"] for record in found if record["task"] not in all_published())
+    if skipped:
+        counts = ", ".join(f"{task} ({count})" for task, count in sorted(skipped.items()))
+        console.print(f"left out of all pages, as tasks without published numbers: {counts}")
 
 
 def main() -> None:
@@ -218,7 +230,7 @@ def _training_session(
 def _check_processes(task: Task, at_a_time: int) -> None:
     if distributed.world_size() == 1:
         return
-    if not task.several:
+    if not task.is_distributable:
         raise SettingError(f"{task.name} is trained by one process: start it without torchrun")
     if at_a_time > 1:  # collectives of two runs could be matched with each other
         raise SettingError("several processes make one run at a time: start them without --side-by-side")
@@ -242,7 +254,7 @@ def _bytes_needed(task: Task, at_a_time: int) -> int:
     return files * tensors * float32_bytes * parameters * at_a_time + other_bytes
 
 
-def _load_for(task: Task, folder: Path | None, device: torch.device) -> tuple[Dataset, str | None]:
+def _load_for(task: Task, folder: Path | None, device: torch.device) -> tuple[Dataset | Game, str | None]:
     """Return the task's data on the device, and the name of the stand-in if it is not the task's own."""
     dataset = _load(task.dataset, folder).to(device)
     if not isinstance(dataset, Photos):
@@ -252,7 +264,7 @@ def _load_for(task: Task, folder: Path | None, device: torch.device) -> tuple[Da
     return dataset, dataset.name if dataset.name != task.dataset else None
 
 
-def _load(name: str, folder: Path | None) -> Dataset:
+def _load(name: str, folder: Path | None) -> Dataset | Game:
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bars: dict[str, Any] = {}
 

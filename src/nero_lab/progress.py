@@ -23,7 +23,7 @@ from rich.progress import (
 from torch.utils.tensorboard import SummaryWriter
 
 from nero_lab.loops.training import Training
-from nero_lab.protocol import Settings, Task
+from nero_lab.protocol import Settings, Task, perplexity
 
 #: Time between two lines, if the output is a file or a pipe.
 LOG_EVERY_S = 15.0
@@ -195,7 +195,7 @@ def duration(seconds: float) -> str:
 def format_metrics(task: Task, numbers: Mapping[str, float | None]) -> str:
     """Format the numbers of an epoch: perplexities, accuracies, or all of them, according to the task's metric."""
     if task.metric.endswith("loss"):
-        return _by_part({name: _perplexity(value) for name, value in numbers.items() if name.endswith("_loss")})
+        return _by_part({name: _format_perplexity(value) for name, value in numbers.items() if name.endswith("_loss")})
     if task.metric.endswith("accuracy"):
         return _by_part({name: f"{value:.2%}" for name, value in numbers.items() if name.endswith("_accuracy")})
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if value is not None)
@@ -210,8 +210,8 @@ def _by_part(texts: dict[str, str]) -> str:
     return ", ".join(f"{name.rpartition('_')[0]} {text}" for name, text in texts.items())
 
 
-def _perplexity(loss: float | None) -> str:
-    if loss is None or not loss < 700:  # exp(710) overflows
+def _format_perplexity(loss: float | None) -> str:
+    value = perplexity(loss)
+    if value == math.inf:
         return "diverged"
-    perplexity = math.exp(loss)
-    return f"perplexity {perplexity:.2f}" if perplexity < 1e5 else f"perplexity {perplexity:.3g}"
+    return f"perplexity {value:.2f}" if value < 1e5 else f"perplexity {value:.3g}"

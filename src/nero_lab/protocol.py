@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from nero_lab.data.dataset import Augment
 
 Precision: TypeAlias = Literal["float32", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("float32", "tf32")
 #: Factor of the learning rate, from the index of the step and the number of steps per epoch.
 Schedule: TypeAlias = Callable[[int, int], float]
-#: Augmented pixels for an epoch, from the pixels and the run's own generator.
-Augment: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
+#: exp() of a larger loss overflows a float.
+MAX_LOSS = 700.0
 
 
 class SettingError(ValueError):
@@ -39,11 +41,11 @@ class Contender:
 
 @dataclass(frozen=True)
 class Task:
-    """One experiment of the paper.
+    """One experiment, of the paper or of another study.
 
     Args:
         name: the name on the command line.
-        shows: the figure or table of the paper; empty if the task is not of the paper.
+        shows: the figure or table of the paper; may be empty in other studies.
         title: the claim, in one line.
         dataset: the name of the data set.
         model: a factory for the network, on the CPU and from torch's global generator. It gets the data set's
@@ -60,12 +62,13 @@ class Task:
             where it was not measured.
         side_by_side: the number of runs that an H200 trains at a time.
         smoothing: the label smoothing of the training loss.
-        summed: train on the sum of a batch's losses instead of their mean.
+        is_loss_summed: train on the sum of a batch's losses instead of their mean.
         verdict: computes further numbers of the record, from the trained network and its data.
         tools: optional packages, each with the part of the record that is missing without it.
-        several: allow several processes to train one network, each on its part of every batch.
+        is_distributable: allow several processes to train one network, each on its part of every batch.
         loop: makes the :class:`nero_lab.loops.training.Training` of a run from the task, the settings, the data, and
             the state of a checkpoint or None. Without it, the supervised loop trains.
+        study: the study that the task belongs to, which groups the tasks of ``nero list``.
     """
 
     name: str
@@ -83,11 +86,12 @@ class Task:
     augment: Augment | None = None
     side_by_side: int = 4
     smoothing: float = 0.0
-    summed: bool = False
+    is_loss_summed: bool = False
     verdict: Callable[[nn.Module, Any], dict[str, float]] | None = None
     tools: Mapping[str, str] = field(default_factory=dict)
-    several: bool = False
+    is_distributable: bool = False
     loop: Callable[["Task", "Settings", Any, dict[str, Any] | None], Any] | None = None
+    study: str = "paper"
 
     def settings(
         self,
@@ -157,9 +161,19 @@ def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
     return float(max(records, key=rank)["lr"])
 
 
+def perplexity(loss: float | None) -> float:
+    """Return exp(loss), or infinity for a diverged run."""
+    return math.exp(loss) if loss is not None and loss <= MAX_LOSS else math.inf
+
+
 def decay_each_epoch(factor: float) -> Schedule:
     """Multiply the learning rate by the factor after each epoch."""
     return lambda step, steps_an_epoch: factor ** (step // steps_an_epoch)
+
+
+def linear_decay(epochs: int) -> Schedule:
+    """Lower the learning rate linearly to zero at the end of the given epochs, step by step."""
+    return lambda step, steps_an_epoch: 1 - step / (epochs * steps_an_epoch)
 
 
 def constant(step: int, steps_an_epoch: int) -> float:  # noqa: ARG001

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from nero_lab import distributed
-from nero_lab.data import Dataset
+from nero_lab.data import Dataset, Game
 from nero_lab.loops.supervised import Supervised
 from nero_lab.loops.training import StateError, Training
 from nero_lab.protocol import Precision, Settings, Task, best_rate
@@ -45,7 +45,7 @@ class RunObserver(Protocol):
 def train(
     task: Task,
     runs: Sequence[Settings],
-    data: Dataset,
+    data: Dataset | Game,
     store: Store,
     observer: RunObserver,
     side_by_side: int = 1,
@@ -107,7 +107,7 @@ class _Runner:
         done: the records of the finished runs.
     """
 
-    def __init__(self, task: Task, data: Dataset, store: Store, observer: RunObserver) -> None:
+    def __init__(self, task: Task, data: Dataset | Game, store: Store, observer: RunObserver) -> None:
         self.task, self.data, self.store, self.observer = task, data, store, observer
         self.active: list[Training] = []
         self.done: dict[Settings, dict[str, Any]] = {}
@@ -119,8 +119,9 @@ class _Runner:
             gc.collect()
             self._has_garbage = False
         state = self.store.begin(self.task, settings, self.data.device)
+        loop: Callable[..., Training] = self.task.loop or Supervised
         try:
-            self.active.append((self.task.loop or Supervised)(self.task, settings, self.data, state))
+            self.active.append(loop(self.task, settings, self.data, state))
         except StateError as error:
             raise misfit(self.store.path(self.task, settings, ".checkpoint"), str(error)) from error
         self.observer.begun(self.active[-1])
@@ -128,7 +129,7 @@ class _Runner:
     def advance(self, training: Training) -> None:
         """Make one step of a run, and record the run if that was the last."""
         training.side_by_side = max(training.side_by_side, len(self.active))
-        if not training.finished:  # a run may have been saved after its last step
+        if not training.is_finished:  # a run may have been saved after its last step
             try:
                 training.advance()
             except Exception:
@@ -137,7 +138,7 @@ class _Runner:
                 raise
         self.observer.stepped(training)
         self.store.write_files(training)
-        if training.finished:
+        if training.is_finished:
             self.done[training.settings] = self.store.finish(training)
             distributed.barrier()  # the record must be visible to all processes
             self.active.remove(training)

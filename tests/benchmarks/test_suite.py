@@ -64,7 +64,7 @@ def made(name: str, _: object = None):
     return ImageDataset(name, images(EXAMPLES), images(10), (0.5,) * channels, (0.25,) * channels)
 
 
-def tiny_judges(_: torch.device) -> list[FrechetMetric]:
+def tiny_metrics(_: torch.device) -> list[FrechetMetric]:
     return [
         FrechetMetric(
             "Fréchet distance, quarters", "distance", lambda pixels: F.avg_pool2d(pixels.float(), 4).flatten(1)
@@ -75,8 +75,8 @@ def tiny_judges(_: torch.device) -> list[FrechetMetric]:
 @pytest.fixture
 def small_suite(monkeypatch: pytest.MonkeyPatch):
     """Replace networks, batches and data by small ones."""
-    pair, judged = partial(GANPair, base=1), partial(Adversarial, metrics=tiny_metrics)
-    monkeypatch.setitem(suite.TASKS, "cgan", replace(suite.TASKS["cgan"], model=pair, loop=judged, batch=8))
+    pair, loop = partial(GANPair, base=1), partial(Adversarial, metrics=tiny_metrics)
+    monkeypatch.setitem(suite.TASKS, "cgan", replace(suite.TASKS["cgan"], model=pair, loop=loop, batch=8))
     pong = replace(suite.TASKS["pong"], model=partial(ActorCritic, width=1 / 32))
     monkeypatch.setitem(suite.TASKS, "pong", pong)
     models = {

@@ -56,8 +56,13 @@ def archive_of(contents: dict[str, bytes], folder: str = "cifar-10-batches-bin")
 
 
 def checksum(content: bytes, name: str) -> str:
-    kind = FILES[name].partition(":")[0]
+    kind = files_of(name)[name].partition(":")[0]
     return f"{kind}:{hashlib.new(kind, content).hexdigest()}"
+
+
+def files_of(name: str) -> dict[str, str]:
+    """Return the checksums of the data set that has a file of that name."""
+    return next(files for files in FILES.values() if name in files)
 
 
 def real_folder(name: str, *files: str) -> Path:

@@ -138,7 +138,7 @@ def checkpoint_every_step(monkeypatch):
 
 def finish(training):
     """Train to the end."""
-    while not training.finished:
+    while not training.is_finished:
         training.advance()
     return training
 

@@ -130,7 +130,7 @@ class Watch:
 def play(task, settings, data, state=None, until=math.inf):
     """Train to the end, or for a number of steps."""
     training = task.loop(task, settings, data, state)
-    while not training.finished and training.steps_done < until:
+    while not training.is_finished and training.steps_done < until:
         training.advance()
     return training
 

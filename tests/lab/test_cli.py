@@ -1,9 +1,11 @@
 """The command `nero`: its subcommands, error messages and interrupts."""
 
+import json
 import signal
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib.metadata import entry_points
 from io import StringIO
 from pathlib import Path
@@ -49,6 +51,24 @@ def test_nero_list_names_all_tasks(command):
     code, printed = command("list")
     assert code == 0
     assert all(name in printed for name in TASKS)
+
+
+def test_nero_list_groups_tasks_by_study(command, monkeypatch):
+    mine = replace(TASKS["mnist-deep"], name="my-task", shows="", study="mine")
+    monkeypatch.setitem(TASKS, "my-task", mine)
+    _, printed = command("list")
+    papers, _, others = printed.partition("OF THE STUDY mine")
+    assert "my-task" not in papers
+    assert "my-task" in others
+
+
+def test_report_task_without_published_numbers_is_skipped(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
+    lines = (Path(__file__).parents[2] / "results/mnist-reparameterised.jsonl").read_text().splitlines()
+    (tmp_path / "my-task.jsonl").write_text(json.dumps({**json.loads(lines[0]), "task": "my-task"}))
+    code, printed = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
+    assert code == 0
+    assert "without published numbers: my-task (1)" in printed
 
 
 def test_nero_version_prints_versions(command):
@@ -121,7 +141,7 @@ def test_command_without_data_creates_no_files(command, what, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for task in ("mnist-deep", "imagenet"):
         code, _ = command(what, task, "--device", "cpu", "--data", tmp_path / "nowhere")
-        assert "nowhere, that was asked for, does not exist" in str(code)
+        assert f"the data folder {tmp_path / 'nowhere'} does not exist" in str(code)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -76,7 +76,7 @@ def test_checkpoint_without_key_raises(key, tmp_path):
 @pytest.mark.parametrize("loop", ["supervised", "adversarial", "agent"])
 def test_store_with_weights_saves_state_dict(loop, tmp_path, monkeypatch):
     """The weights load into a new network. A record without weights does not count as done."""
-    monkeypatch.setattr(adversarial, "JUDGED", 100)
+    monkeypatch.setattr(adversarial, "EVALUATED_IMAGES", 100)
     store, observer = Store(tmp_path, weights=True), RecordingObserver()
     task, settings, data = start_run(loop, store, epochs=1)
     train(task, [settings], data, store, observer)

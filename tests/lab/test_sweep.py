@@ -49,9 +49,10 @@ def test_sigkilled_process_resumes(tmp_path):
     script, killed = tmp_path / "run.py", tmp_path / "killed"
     script.write_text(
         "import os, signal, sys; from pathlib import Path\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from lab.helpers import FAST, RecordingObserver, make_data\n"
         "from nero_lab import sweep\n"
-        "from test_sweep import FAST, RecordingObserver, Store, make_data\n"
+        "from nero_lab.store import Store\n"
         "sweep.CHECKPOINT_EVERY_S = sweep.MIN_TRAIN_TO_SAVE_RATIO = 0.0\n"
         "observer = RecordingObserver()\n"
         "observer.stepped = lambda run: run.steps_done == 5 and os.kill(os.getpid(), signal.SIGKILL)\n"

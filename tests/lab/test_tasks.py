@@ -38,7 +38,9 @@ from nero_lab.store import Store, read_records
 from nero_lab.tasks import TASKS, task_named
 
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
-SUPERVISED = [task for task in TASKS.values() if task.shows and task.loop is None and task.dataset != "imagenet"]
+SUPERVISED = [
+    task for task in TASKS.values() if task.study == "paper" and task.loop is None and task.dataset != "imagenet"
+]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 
 
@@ -83,8 +85,8 @@ def test_task_two_steps_train_and_record(name, contender, tmp_path):
 def test_text_tasks_settings_match_the_authors():
     """The numbers are those of the authors' code."""
     words, pairs_ = TASKS["wikitext2"], TASKS["translation"]
-    assert (words.batch, words.epochs, words.smoothing, words.summed) == (20, 20, 0.0, False)
-    assert (pairs_.batch, pairs_.epochs, pairs_.smoothing, pairs_.summed) == (128, 100, 0.1, True)
+    assert (words.batch, words.epochs, words.smoothing, words.is_loss_summed) == (20, 20, 0.0, False)
+    assert (pairs_.batch, pairs_.epochs, pairs_.smoothing, pairs_.is_loss_summed) == (128, 100, 0.1, True)
     assert words.grid == pairs_.grid == (0.0001, 0.001, 0.01, 0.1, 1.0)
     assert words.metric == pairs_.metric == "valid_loss"
     assert [words.schedule(10 * epoch, 10) for epoch in (0, 9, 10, 19)] == pytest.approx([1, 1, 0.1, 0.1])
@@ -285,7 +287,7 @@ def test_every_contender_trains_and_records_its_data(tmp_path: Path, contender: 
     settings = replace(SMALL.settings(contender, epochs=1), data=data.name)
     training = Supervised(SMALL, settings, data)
     before = [value.detach().clone() for value in training.model.parameters()]
-    while not training.finished:
+    while not training.is_finished:
         training.advance()
     for value, was in zip(training.model.parameters(), before, strict=True):
         assert value.isfinite().all()

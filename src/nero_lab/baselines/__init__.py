@@ -63,9 +63,9 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
             raise ValueError(f"{switch} must be True or False, got {options[switch]!r}")
     if name == "nero":
         return _nero(model, lr, **options)
-    balanced = options.pop("balanced", False)
+    is_balanced = options.pop("balanced", False)
     optimiser = _BASELINES[name](model, lr, **options)
-    if balanced:
+    if is_balanced:
         nero.balance_after_step(optimiser, model, at_once=False)
     return optimiser
 

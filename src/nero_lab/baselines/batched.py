@@ -59,11 +59,11 @@ class Batched(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            for weights in alike.values():
+                    batches.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for weights in batches.values():
                 grads = [weight.grad for weight in weights if weight.grad is not None]
                 self.update(group, weights, grads, [self.state[weight] for weight in weights])
         return loss

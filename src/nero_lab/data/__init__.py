@@ -6,9 +6,8 @@ photographs in folders of classes (ImageNet and its stand-ins), which may exceed
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from nero_lab.data.arcade import pong
+from nero_lab.data.arcade import Game, pong
 from nero_lab.data.corpus import Corpus, wikitext2
 from nero_lab.data.dataset import Dataset
 from nero_lab.data.errors import DataError
@@ -18,10 +17,10 @@ from nero_lab.data.pairs import Pairs, multi30k
 from nero_lab.data.photos import Photos, imagenet
 from nero_lab.data.sources import FILES
 
-__all__ = ["FILES", "Corpus", "DataError", "Dataset", "ImageDataset", "Images", "Pairs", "Photos", "load"]
+__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Game", "ImageDataset", "Images", "Pairs", "Photos", "load"]
 
-#: Loaders by name. A game is no :class:`Dataset`; only the loop that plays it takes one.
-LOADERS: dict[str, Callable[[Folder], Any]] = {
+#: Loaders by name.
+LOADERS: dict[str, Callable[[Folder], Dataset | Game]] = {
     "mnist": mnist,
     "cifar10": cifar10,
     "wikitext2": wikitext2,
@@ -31,8 +30,10 @@ LOADERS: dict[str, Callable[[Folder], Any]] = {
 }
 
 
-def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int, int], None] | None = None) -> Dataset:
-    """Load a data set from a folder, and download missing files into it.
+def load(
+    name: str, folder: Path | None = None, *, progress: Callable[[str, int, int], None] | None = None
+) -> Dataset | Game:
+    """Load a data set or game from a folder, and download missing files into it.
 
     Args:
         name: "mnist", "cifar10", "wikitext2", "multi30k", "imagenet" (any folder of classes) or the game "pong".
@@ -46,7 +47,6 @@ def load(name: str, folder: Path | None = None, *, progress: Callable[[str, int,
     if name not in LOADERS:
         raise DataError(f"unknown data set {name!r}: choose one of {', '.join(LOADERS)}")
     try:
-        dataset: Dataset = LOADERS[name](Folder(name, folder, progress))
-        return dataset
+        return LOADERS[name](Folder(name, folder, progress))
     except OSError as error:
         raise DataError(f"cannot read the data: {error}; fix its permissions, or name another folder") from error

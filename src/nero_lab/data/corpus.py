@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nero_lab.data import sources
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, read_verified
+from nero_lab.data.folder import Folder
 from nero_lab.data.formats import lines
 from nero_lab.data.texts import IGNORED_LABEL, Texts
 
@@ -54,7 +54,7 @@ def wikitext2(folder: Folder) -> Corpus:
 
     def words(name: str) -> list[str]:
         path = folder.find(name) or folder.download(name, sources.FOLDERS["wikitext2"], sources.WIKITEXT2)
-        return split_words(read_verified(path), str(path))
+        return split_words(folder.read(path), str(path))
 
     return build_corpus("wikitext2", *map(words, sources.WIKITEXT2))
 

@@ -50,30 +50,34 @@ class Folder:
             "or name a folder that has them with --data or $NERO_DATA"
         )
         urls = [mirror + name for mirror in sources.MIRRORS[self.dataset]]
-        download(urls, path, sources.FILES[name], self.progress, remedy)
+        download(urls, path, self._checksum(name), self.progress, remedy)
         return path
 
+    def read(self, path: Path) -> bytes:
+        """Read a file and verify its checksum."""
+        return self.verify(path.read_bytes(), path.name, str(path))
 
-def read_verified(path: Path) -> bytes:
-    """Read a file and verify its checksum."""
-    return verify(path.read_bytes(), path.name, str(path))
+    def verify(self, content: bytes, name: str, source: str) -> bytes:
+        """Return the content if it has the checksum of the file ``name``.
 
+        Raises:
+            DataError: if the checksum differs; the message names the source.
+        """
+        if not self.is_intact(content, name):
+            raise DataError(
+                f"{source} is damaged or incomplete: got {len(content):,} bytes without the checksum "
+                f"{self._checksum(name)}. Delete it and run again, to download it anew"
+            )
+        return content
 
-def verify(content: bytes, name: str, source: str) -> bytes:
-    """Return the content if it has the checksum of the file ``name``; else raise a DataError that names the source."""
-    if not is_intact(content, name):
-        raise DataError(
-            f"{source} is damaged or incomplete: got {len(content):,} bytes without the checksum "
-            f"{sources.FILES[name]}. Delete it and run again, to download it anew"
-        )
-    return content
+    def is_intact(self, content: bytes, name: str) -> bool:
+        """Return whether the content has the checksum of the file ``name``."""
+        found = new_hash(self._checksum(name))
+        found.update(content)
+        return found.hexdigest() == self._checksum(name).partition(":")[2]
 
-
-def is_intact(content: bytes, name: str) -> bool:
-    """Return whether the content has the checksum of the file ``name``."""
-    found = new_hash(sources.FILES[name])
-    found.update(content)
-    return found.hexdigest() == sources.FILES[name].partition(":")[2]
+    def _checksum(self, name: str) -> str:
+        return sources.FILES[self.dataset][name]
 
 
 def _resolve(requested: Path | None, remedy: str) -> Path:

@@ -9,7 +9,7 @@ from torch import Tensor
 from nero_lab.data import formats, sources
 from nero_lab.data.dataset import Augment
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, read_verified, verify
+from nero_lab.data.folder import Folder
 from nero_lab.data.normalisation import scale_and_shift
 
 #: Images per batch of an evaluation.
@@ -37,7 +37,7 @@ class ImageDataset:
     """Training and test images, and the moments that normalise their pixels.
 
     Attributes:
-        name: "mnist" or "cifar10".
+        name: name that tasks refer to.
         train: training images.
         test: test images.
         mean: mean of each channel over the training pixels, scaled to [0, 1].
@@ -91,25 +91,7 @@ class ImageDataset:
 
 def mnist(folder: Folder) -> ImageDataset:
     """Load MNIST from its four files, gzipped or plain."""
-    names = tuple(f"{stem}.gz" for stem in (*sources.MNIST_TRAIN, *sources.MNIST_TEST))
-
-    def file(stem: str) -> tuple[bytes, str]:
-        path = folder.find(f"{stem}.gz", stem)
-        if path is None:
-            path = folder.download(f"{stem}.gz", sources.FOLDERS["mnist"], names)
-        content = read_verified(path)
-        return (formats.gunzip(content, str(path)) if path.suffix == ".gz" else content), str(path)
-
-    def images(pixels: str, labels: str) -> Images:
-        both = Images(formats.mnist_images(*file(pixels)), formats.mnist_labels(*file(labels)))
-        if len(both.pixels) != len(both.labels):
-            raise DataError(
-                f"{pixels} has {len(both.pixels):,} images, but {labels} has {len(both.labels):,} labels. "
-                f"Delete both from {folder.path} and run again"
-            )
-        return both
-
-    return ImageDataset("mnist", images(*sources.MNIST_TRAIN), images(*sources.MNIST_TEST), (0.1307,), (0.3081,))
+    return _idx_dataset(folder, mean=0.1307, std=0.3081)
 
 
 def cifar10(folder: Folder) -> ImageDataset:
@@ -124,21 +106,45 @@ def cifar10(folder: Folder) -> ImageDataset:
     return ImageDataset("cifar10", images(*sources.CIFAR10_TRAIN), images(sources.CIFAR10_TEST), mean, std)
 
 
+def _idx_dataset(folder: Folder, mean: float, std: float) -> ImageDataset:
+    """Load a data set with MNIST's file names and format. The folder names the data set."""
+    names = tuple(f"{stem}.gz" for stem in (*sources.MNIST_TRAIN, *sources.MNIST_TEST))
+
+    def file(stem: str) -> tuple[bytes, str]:
+        path = folder.find(f"{stem}.gz", stem)
+        if path is None:
+            path = folder.download(f"{stem}.gz", sources.FOLDERS[folder.dataset], names)
+        content = folder.read(path)
+        return (formats.gunzip(content, str(path)) if path.suffix == ".gz" else content), str(path)
+
+    def images(pixels: str, labels: str) -> Images:
+        both = Images(formats.mnist_images(*file(pixels)), formats.mnist_labels(*file(labels)))
+        if len(both.pixels) != len(both.labels):
+            raise DataError(
+                f"{pixels} has {len(both.pixels):,} images, but {labels} has {len(both.labels):,} labels. "
+                f"Delete both from {folder.path} and run again"
+            )
+        return both
+
+    train, test = images(*sources.MNIST_TRAIN), images(*sources.MNIST_TEST)
+    return ImageDataset(folder.dataset, train, test, (mean,), (std,))
+
+
 def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
     """Return the content and the origin of each batch file, by name. The archive is read in memory, not unpacked."""
     names = (*sources.CIFAR10_TRAIN, sources.CIFAR10_TEST)
     paths = [path for path in map(folder.find, names) if path is not None]
     if len(paths) == len(names):
-        return {path.name: (read_verified(path), str(path)) for path in paths}
+        return {path.name: (folder.read(path), str(path)) for path in paths}
     archive = folder.find(sources.CIFAR10_ARCHIVE)
     if archive is None:
         archive = folder.download(sources.CIFAR10_ARCHIVE, "", (sources.CIFAR10_ARCHIVE,))
     inside = [f"{sources.FOLDERS['cifar10']}/{name}" for name in names]
-    members = formats.untar(read_verified(archive), inside, str(archive))
+    members = formats.untar(folder.read(archive), inside, str(archive))
     contents = {}
     for name, member in zip(names, inside, strict=True):
         source = f"{archive} (member {member})"
-        contents[name] = verify(members[member], name, source), source
+        contents[name] = folder.verify(members[member], name, source), source
     return contents
 
 

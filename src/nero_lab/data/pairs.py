@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nero_lab.data import sources
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, read_verified
+from nero_lab.data.folder import Folder
 from nero_lab.data.formats import lines
 from nero_lab.data.texts import IGNORED_LABEL, Texts
 from nero_lab.data.tokens import tokenise_raw_files
@@ -114,7 +114,7 @@ def multi30k(folder: Folder) -> Pairs:
 
     def sentences(name: str) -> list[list[str]]:
         path = folder.find(name) or folder.download(name, sources.FOLDERS["multi30k"], by_hand)
-        return [line.split() for line in lines(read_verified(path), str(path))]
+        return [line.split() for line in lines(folder.read(path), str(path))]
 
     def both(german: str, english: str) -> list[tuple[list[str], list[str]]]:
         first, second = sentences(german), sentences(english)

@@ -6,7 +6,7 @@ from pathlib import Path
 from nero_lab.data import sources
 from nero_lab.data.download import replacing
 from nero_lab.data.errors import DataError
-from nero_lab.data.folder import Folder, is_intact, verify
+from nero_lab.data.folder import Folder
 from nero_lab.data.formats import gunzip, lines
 
 #: Sentences between two reports of progress.
@@ -23,7 +23,7 @@ def tokenise_raw_files(folder: Folder) -> None:
     raw = _find_raw_files(folder)
     missing = [name for name in raw if folder.find(name) is None]
     pairs = [pair for pair in sources.MULTI30K if set(pair) & set(missing)]
-    texts = {name: _read_lines(raw[name]) for pair in pairs for name in pair}
+    texts = {name: _read_lines(folder, raw[name]) for pair in pairs for name in pair}
     for german, english in pairs:
         if len(texts[german]) != len(texts[english]):
             raise DataError(
@@ -64,25 +64,27 @@ def _find_raw_files(folder: Folder) -> dict[str, Path]:
             for ending in (".gz", "")
             if (path := folder.path / place / f"{raw}{ending}").is_file()
         }
+        if len(paths) < len(sources.MULTI30K_RAW):
+            continue
         # directly in the data folder, files of these names may belong to something else
-        if len(paths) == len(sources.MULTI30K_RAW) and (place or all(map(_is_published, paths.values()))):
+        if place or all(_is_published(folder, path) for path in paths.values()):
             return paths
     return {}
 
 
-def _is_published(path: Path) -> bool:
+def _is_published(folder: Folder, path: Path) -> bool:
     try:
-        return bool(_read_lines(path))
+        return bool(_read_lines(folder, path))
     except DataError:
         return False
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_lines(folder: Folder, path: Path) -> list[str]:
     content, source = path.read_bytes(), str(path)
     if path.suffix == ".gz":
         content, source = gunzip(content, source), f"{source}, unpacked,"
     text = lines(content, source)  # before the checksum: an encoding error says more
-    verify(content, path.name.removesuffix(".gz"), source)
+    folder.verify(content, path.name.removesuffix(".gz"), source)
     return text
 
 
@@ -94,7 +96,7 @@ def _write_tokens(folder: Folder, name: str, raw: Path, text: list[str]) -> None
         if folder.progress is not None and (len(tokenised) % PROGRESS_EVERY == 0 or done == total):
             folder.progress(f"tokenising {raw.name}", done, total)
     content = "".join(tokenised).encode()
-    if not is_intact(content, name):
+    if not folder.is_intact(content, name):
         raise DataError(
             f"{raw}, tokenised by the installed sacremoses, differs from the published {name}: "
             "pip install sacremoses==0.2.0"

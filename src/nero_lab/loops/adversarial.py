@@ -179,7 +179,7 @@ class Adversarial(Training):
         self._batches = ()
         losses = (self.totals / self.data.examples).tolist()
         self.epoch, self.step = self.epoch + 1, 0
-        due = self.epoch % EVALUATE_EVERY == 0 or self.finished
+        due = self.epoch % EVALUATE_EVERY == 0 or self.is_finished
         distances = self._evaluate() if due else [math.nan] * len(self._distance_names())
         for values, number in zip(self.curve.values(), [*losses, *distances], strict=True):
             values.append(number if math.isfinite(number) else None)

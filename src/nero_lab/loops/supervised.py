@@ -66,7 +66,7 @@ class Supervised(Training):
                 self._make_step()
             if self.step == self.steps_per_epoch:
                 self._end_epoch()
-        if self.step == self._read_delay or self.finished:
+        if self.step == self._read_delay or self.is_finished:
             self._read_metrics()
 
     def throughput_note(self) -> str:
@@ -165,7 +165,7 @@ class Supervised(Training):
             logits = self.model(*inputs)
             loss = self._objective(logits, labels)
             loss.backward()  # type: ignore[no-untyped-call]
-            plain = not (self.task.smoothing or self.task.summed)
+            plain = not (self.task.smoothing or self.task.is_loss_summed)
             totals = _count_totals(logits.detach(), labels, loss.detach() if plain else None)
             if distributed.world_size() > 1:
                 gradients = (parameter.grad for parameter in self.model.parameters())
@@ -176,7 +176,7 @@ class Supervised(Training):
             self.totals += totals
 
     def _objective(self, logits: Tensor, labels: Tensor) -> Tensor:
-        reduction = "sum" if self.task.summed else "mean"
+        reduction = "sum" if self.task.is_loss_summed else "mean"
         return _cross_entropy(logits, labels, label_smoothing=self.task.smoothing, reduction=reduction)
 
     def _changing(self) -> list[Tensor]:
@@ -222,7 +222,7 @@ def _count_steps(task: Task, examples: int) -> int:
 
     Batch norm needs two examples.
     """
-    if not task.several:
+    if not task.is_distributable:
         return math.ceil(examples / task.batch)
     least = 2 * distributed.world_size()
     if (most := min(examples, task.batch)) < least:

@@ -63,7 +63,7 @@ class Training(ABC):
         """The trained network."""
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """True when all epochs are done."""
         return self.epoch == self.settings.epochs
 

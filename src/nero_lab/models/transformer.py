@@ -64,8 +64,8 @@ class Embedding(nn.Module):
 
     def forward(self, words: Tensor, positions: Tensor | None = None) -> Tensor:
         """Embed words at their positions; None: their indices along the last axis."""
-        waves = self.waves[: words.shape[-1]] if positions is None else self.waves[positions]
-        return self.dropout(self.words(words) * self.scale + waves)  # type: ignore[no-any-return]
+        encoding = self.waves[: words.shape[-1]] if positions is None else self.waves[positions]
+        return self.dropout(self.words(words) * self.scale + encoding)  # type: ignore[no-any-return]
 
 
 def language_model(
@@ -245,9 +245,9 @@ class Translator(nn.Module):
     ) -> Tensor:
         """Return the logits of the word after each of (N, L) words, in a line, given the encoded source."""
         words, own_layout = self._embed(target, positions)
-        later = self.later[: target.shape[1], : target.shape[1]]
+        causal_mask = self.later[: target.shape[1], : target.shape[1]]
         for layer in self.decoder:
-            words = layer(words, own_layout, later, (encoded, layout, blanks))
+            words = layer(words, own_layout, causal_mask, (encoded, layout, blanks))
         return nn.functional.linear(words, self.embedding.words.weight)
 
     def _embed(self, words: Tensor, positions: Tensor | None) -> tuple[Tensor, Layout]:

@@ -48,6 +48,8 @@ STYLES = {
     "adam-momentum": Style("#004D38", "v"),
     "nero-scaled": Style("#56B4E9", "v"),
 }
+#: A contender without a style of its own.
+DEFAULT_STYLE = Style("#777777", "X")
 
 
 class Entry(NamedTuple):
@@ -70,7 +72,7 @@ class Entry(NamedTuple):
 
 def make_entry(row: PublishedRow, runs: Runs, label: str | None = None) -> Entry:
     """Collect a contender's style, label and runs."""
-    style = STYLES[row.optimiser]
+    style = STYLES.get(row.optimiser, DEFAULT_STYLE)
     return Entry(row, style, label or display_name(row.optimiser), list(runs.counted(row).values()))
 
 

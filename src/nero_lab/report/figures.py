@@ -16,6 +16,7 @@ from matplotlib.ticker import NullLocator
 
 from nero_lab.report.drawing import (
     DASH_PT,
+    DEFAULT_STYLE,
     GREY,
     SMALL_PT,
     STYLES,
@@ -197,16 +198,21 @@ def _draw_rewards(facts: Published, runs: Runs) -> Figure:
     return figure
 
 
+def _unit_label(optimiser: str) -> str:
+    """Name an optimiser and the unit whose updates are relative."""
+    unit = {"madam": "synapse", "nero": "neuron", "lamb": "layer"}.get(optimiser)
+    return display_name(optimiser) + (f", per {unit}" if unit else "")
+
+
 def _draw_granularity(facts: Published, runs: Runs) -> Figure:
     figure, panels = make_panels(7.4, 7.4, rows=2)
     free = [row for row in facts.rows if not row.optimiser.endswith(("-balanced", "-both"))]
     balanced = [row for row in facts.rows if row not in free]
-    units = {"madam": "synapse", "nero": "neuron", "lamb": "layer"}
     by_panel: list[list[Entry]] = []
     for axes, rows, title in zip(panels, (free, balanced), ("without", "with"), strict=True):
         names = [row.optimiser.partition("-")[0] for row in rows]
         entries = [
-            Entry(row, STYLES[name], f"{display_name(name)}, per {units[name]}", list(runs.counted(row).values()))
+            Entry(row, STYLES.get(name, DEFAULT_STYLE), _unit_label(name), list(runs.counted(row).values()))
             for row, name in zip(rows, names, strict=True)
         ]
         for place, entry in enumerate(entries):

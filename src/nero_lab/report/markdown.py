@@ -1,6 +1,7 @@
 """Numbers and tables as Markdown."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 from nero_lab.report.runs import mean_and_spread
@@ -11,16 +12,20 @@ DIVERGED = "†"
 DIVERGED_NOTE = f"{DIVERGED} diverged: the training loss was not finite in the last epoch"
 
 
-def render_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+def render_table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int | None = 1) -> str:
     """Render a table, and a note if a cell has the mark of divergence.
 
     Args:
         header: the column names.
         rows: the cells of each row.
-        left: the number of columns aligned to the left; the others are aligned to the right.
+        left: the number of columns aligned to the left; the others are aligned to the right. None: columns with a word
+            are aligned to the left.
     """
-    rules = ["---" if column < left else "---:" for column in range(len(header))]
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *rows))
+    lines = [[str(cell) for cell in row] for row in rows]
+    words = [any(re.match(r"[^\W\d]|`", line[column]) for line in lines) for column in range(len(header))]
+    is_left = words if left is None else [column < left for column in range(len(header))]
+    rules = ["---" if is_word else "---:" for is_word in is_left]
+    table = "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (header, rules, *lines))
     return f"{table}\n\n{DIVERGED_NOTE}" if DIVERGED in table else table
 
 

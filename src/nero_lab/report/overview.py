@@ -8,6 +8,8 @@ from nero_lab.report.tables import NOT_RUN, measure_name, our_result
 
 #: The optimisers of the paper's Table 1.
 TABLE1_COLUMNS = ("nero", "sgd", "adam", "lamb")
+#: Characters of contenders' names in a cell; beyond it, those with the fewest seeds are counted instead.
+MAX_NAMES_LENGTH = 60
 
 
 def overview_tables(runs: Runs) -> dict[str, str]:
@@ -79,19 +81,26 @@ def _coverage(facts: Published, runs: Runs) -> str:
     if not counted_runs:
         short = runs.count_short(facts.task)
         return f"{NOT_RUN} for all {facts.epochs} epochs ({plural(short, 'short record')})" if short else NOT_RUN
-    names: dict[int, list[str]] = {}
-    for row, by_seed in by_row.items():
-        names.setdefault(len(by_seed), []).append(display_name(row.optimiser))
-    missing = names.pop(0, [])
-    most, *fewer = sorted(names, reverse=True)
-    seeds = plural(most, "seed")
-    parts = [f"{seeds} of {', '.join(names[most])}", *(f"{count} of {', '.join(names[count])}" for count in fewer)]
-    if not fewer and not missing:
-        parts = [f"{seeds} each"]
-    parts += [f"{', '.join(missing)} {NOT_RUN}"] if missing else []
+    parts = _seeds_by_contender({display_name(row.optimiser): len(by_seed) for row, by_seed in by_row.items()})
     stand_in = runs.stand_in(facts.task)
     parts += [f"on {dataset_name(stand_in)}"] if stand_in else []
     return f"{', '.join(sorted({run.precision for run in counted_runs}))}: {'; '.join(parts)}"
+
+
+def _seeds_by_contender(seeds: dict[str, int]) -> list[str]:
+    """Group contenders by their number of seeds: "3 seeds of Nero", "1 of SGD, Adam", "LAMB not run"."""
+    names: dict[int, list[str]] = {}
+    for name, count in seeds.items():
+        names.setdefault(count, []).append(name)
+    missing = names.pop(0, [])
+    most, *fewer = sorted(names, reverse=True)
+    if not fewer and not missing:
+        return [f"{plural(most, 'seed')} each"]
+    groups = {count: ", ".join(names[count]) for count in (most, *fewer)}
+    if fewer and sum(map(len, groups.values())) > MAX_NAMES_LENGTH:
+        groups[fewer[-1]] = f"{len(names[fewer[-1]])} others"
+    parts = [f"{plural(most, 'seed')} of {groups[most]}", *(f"{count} of {groups[count]}" for count in fewer)]
+    return [*parts, f"{', '.join(missing)} {NOT_RUN}"] if missing else parts
 
 
 def _table1_rows(facts: Published) -> list[PublishedRow]:

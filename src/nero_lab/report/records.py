@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
+from nero_lab.protocol import perplexity
 from nero_lab.report.published import Measure
 from nero_lab.store import StoreError
 
@@ -16,8 +17,6 @@ T = TypeVar("T")
 REQUIRED = ("task", "optimiser", "lr", "seed", "epochs", "curve")
 #: Names of the types in error messages.
 TYPE_NAMES: dict[type, str] = {float: "a number", int: "an int", str: "a string", dict: "an object", list: "a list"}
-#: exp() of a larger loss overflows a float.
-MAX_LOSS = 700
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _supervised_curves(curve: Record, epochs: int, name: str) -> dict[Measure, t
         losses = _losses(curve, f"{part}_loss", epochs, name)
         curves[cast(Measure, f"{part}_accuracy")] = accuracy
         curves[cast(Measure, f"{part}_error")] = tuple(100 - value for value in accuracy)
-        curves[cast(Measure, f"{part}_perplexity")] = tuple(_perplexity(loss) for loss in losses)
+        curves[cast(Measure, f"{part}_perplexity")] = tuple(perplexity(loss) for loss in losses)
     return curves | _measured_curves(curve, epochs, name)
 
 
@@ -164,10 +163,6 @@ def _losses(curve: Record, key: str, epochs: int, name: str) -> list[float | Non
         if not (value is None or isinstance(value, float) or _is_a(value, float)):
             raise StoreError(f"{name}: {key} must be a number, or null if not finite, got {_shown(value)}")
     return [float(value) if _is_a(value, float) else None for value in values]
-
-
-def _perplexity(loss: float | None) -> float:
-    return math.inf if loss is None or loss > MAX_LOSS else math.exp(loss)
 
 
 def _shown(value: Any) -> str:

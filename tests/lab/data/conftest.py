@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lab.data_cases import checksum
+from lab.data_cases import checksum, files_of
 
-from nero_lab.data import FILES, sources
+from nero_lab.data import sources
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, bytes], Path]:
     def write(path: Path, content: bytes) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-        monkeypatch.setitem(FILES, path.name, checksum(content, path.name))
+        monkeypatch.setitem(files_of(path.name), path.name, checksum(content, path.name))
         return path
 
     return write

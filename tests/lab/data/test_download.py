@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab.data_cases import CIFAR10, MNIST, archive_of, checksum, tiny_cifar10, tiny_mnist
+from lab.data_cases import CIFAR10, MNIST, archive_of, checksum, files_of, tiny_cifar10, tiny_mnist
 
 from nero_lab.data import FILES, DataError, download, load, sources
 
@@ -66,7 +66,7 @@ def publish(mirror: Mirror, monkeypatch: pytest.MonkeyPatch, path: str = "good")
     cifar10, _, _ = tiny_cifar10()
     contents = {**mnist, sources.CIFAR10_ARCHIVE: archive_of(cifar10)}
     for name, content in {**contents, **cifar10}.items():
-        monkeypatch.setitem(FILES, name, checksum(content, name))
+        monkeypatch.setitem(files_of(name), name, checksum(content, name))
     mirror.files |= {f"/{path}/{name}": content for name, content in contents.items()}
     urls = (f"{mirror.url}/bad/", f"{mirror.url}/good/")
     monkeypatch.setattr(sources, "MIRRORS", {"mnist": urls, "cifar10": urls})
@@ -183,9 +183,9 @@ def test_download_odd_answers_are_reported(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (errno.ENOSPC, "the disk is full: .*mnist has no room for train-images.*--data"),
+        (errno.ENOSPC, "cannot write .*mnist/train-images.*: the disk is full; make room, or .*--data"),
         (errno.EDQUOT, "the disk is full"),
-        (errno.EROFS, "train-images-idx3-ubyte.gz cannot be written .*Read-only file system"),
+        (errno.EROFS, "cannot write .*train-images-idx3-ubyte.gz: .*Read-only file system.*; fix that, or"),
     ],
 )
 @pytest.mark.parametrize("when", ["opening", "writing", "renaming"])
@@ -283,7 +283,7 @@ def test_cifar10_damaged_file_is_named(tmp_path: Path, put, monkeypatch: pytest.
         load("cifar10", tmp_path)
     paths[4].unlink()
     path = put(tmp_path / sources.CIFAR10_ARCHIVE, archive_of(contents))
-    monkeypatch.setitem(FILES, CIFAR10[4], "sha256:0")
+    monkeypatch.setitem(FILES["cifar10"], CIFAR10[4], "sha256:0")
     with pytest.raises(DataError, match=rf"{path} \(member .*{CIFAR10[4]}\) is damaged or incomplete"):
         load("cifar10", tmp_path)
     path.write_bytes(path.read_bytes()[:100])

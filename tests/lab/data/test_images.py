@@ -8,7 +8,8 @@ import torch
 from lab.data_cases import CIFAR10, MNIST, archive_of, checksum, idx, real_folder, tiny_cifar10, tiny_mnist
 from torch import Tensor
 
-from nero_lab.data import FILES, DataError, ImageDataset, Images, load, sources
+from nero_lab.data import FILES, DataError, ImageDataset, Images, images, load, sources
+from nero_lab.data.folder import Folder
 
 
 @pytest.mark.parametrize("inside", ["mnist", "."])
@@ -26,12 +27,24 @@ def test_mnist_gzipped_or_plain_is_read(tmp_path: Path, put, inside: str, packed
         assert torch.equal(read.labels, made.labels)
 
 
+def test_data_set_with_mnists_file_names_has_own_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    contents, train, _ = tiny_mnist()
+    monkeypatch.setitem(sources.FOLDERS, "fashion", "fashion")
+    monkeypatch.setitem(FILES, "fashion", {name: checksum(content, name) for name, content in contents.items()})
+    (tmp_path / "fashion").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "fashion" / name).write_bytes(content)
+    dataset = images._idx_dataset(Folder("fashion", tmp_path, None), mean=0.286, std=0.353)
+    assert (dataset.name, dataset.mean) == ("fashion", (0.286,))
+    assert torch.equal(dataset.train.pixels, train.pixels)
+
+
 @pytest.mark.parametrize("inside", ["cifar-10-batches-bin", ".", "archive"])
 def test_cifar10_unpacked_or_in_archive_is_read(tmp_path: Path, put, monkeypatch: pytest.MonkeyPatch, inside: str):
     contents, labels, pixels = tiny_cifar10()
     for name, content in contents.items():
         if inside == "archive":
-            monkeypatch.setitem(FILES, name, checksum(content, name))
+            monkeypatch.setitem(FILES["cifar10"], name, checksum(content, name))
         else:
             put(tmp_path / inside / name, content)
     if inside == "archive":

@@ -317,7 +317,7 @@ def test_default_count_shares_the_cores(monkeypatch: pytest.MonkeyPatch):
     assert [decoder_pool.default_count(processes) for processes in (1, 4, 16)] == [16, 4, 0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert distributed.local_world_size() == 1  # not started by torchrun
-    monkeypatch.setattr(distributed, "started", lambda: True)
+    monkeypatch.setattr(distributed, "is_launched", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert distributed.local_world_size() == 4
     assert distributed.local_gpu() == torch.device("cuda:3")

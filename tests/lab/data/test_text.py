@@ -79,7 +79,7 @@ def test_wikitext2_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.Mon
     for name, word in zip(sources.WIKITEXT2, "abc", strict=True):
         content = f" {word} word \n".encode() * 30
         (folder / name).write_bytes(content)
-        monkeypatch.setitem(FILES, name, f"sha256:{hashlib.sha256(content).hexdigest()}")
+        monkeypatch.setitem(FILES["wikitext2"], name, f"sha256:{hashlib.sha256(content).hexdigest()}")
     found = load("wikitext2", tmp_path)
     assert found.vocabulary == ("a", "word", "<eos>", "b", "c")
     assert found.name == "wikitext2"
@@ -165,7 +165,7 @@ def test_multi30k_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.Monk
 
     def write(name: str, content: bytes) -> None:
         (folder / name).write_bytes(content)
-        monkeypatch.setitem(FILES, name, f"sha256:{hashlib.sha256(content).hexdigest()}")
+        monkeypatch.setitem(FILES["multi30k"], name, f"sha256:{hashlib.sha256(content).hexdigest()}")
 
     for german, english in sources.MULTI30K:
         write(german, "ein süßer hund .\n".encode() * 4)

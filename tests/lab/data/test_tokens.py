@@ -57,7 +57,7 @@ def _sentences_published(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sources, "MIRRORS", {"multi30k": ()})
     monkeypatch.delenv("NERO_DATA", raising=False)
     for name, content in {**CONTENTS, **WANTED}.items():
-        monkeypatch.setitem(FILES, name, checksum(content))
+        monkeypatch.setitem(FILES["multi30k"], name, checksum(content))
 
 
 def checksum(content: bytes) -> str:
@@ -187,7 +187,7 @@ def test_raw_files_of_unequal_lengths_are_named(tmp_path: Path, monkeypatch: pyt
     put_raw(tmp_path / RAW_PLACE)
     short = text("Ein Hund.", "Zwei Hunde.")
     (tmp_path / RAW_PLACE / RAW[0]).write_bytes(short)
-    monkeypatch.setitem(FILES, RAW[0], checksum(short))
+    monkeypatch.setitem(FILES["multi30k"], RAW[0], checksum(short))
     assert_refused(
         tmp_path,
         rf"{tmp_path}/{RAW_PLACE}/train\.de has 2 lines, but {tmp_path}/{RAW_PLACE}/train\.en has 6\. Delete both",
@@ -203,7 +203,7 @@ def test_raw_files_are_all_verified_before_the_first_write(tmp_path: Path):
 def test_sacremoses_missing_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put_raw(tmp_path / RAW_PLACE)
     monkeypatch.setitem(sys.modules, "sacremoses", None)
-    assert_refused(tmp_path, r"needs sacremoses 0\.1 or newer \(.*\): pip install 'nero-optim\[paper\]'")
+    assert_refused(tmp_path, r"needs sacremoses 0\.1 or newer \(.*\): pip install 'nero-optim\[lab\]'")
 
 
 def test_sacremoses_too_old_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -211,7 +211,7 @@ def test_sacremoses_too_old_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
     old = ModuleType("sacremoses")
     old.MosesPunctNormalizer = old.MosesTokenizer = lambda lang: lang
     monkeypatch.setitem(sys.modules, "sacremoses", old)
-    assert_refused(tmp_path, r"sacremoses 0\.1 or newer \(.*perl_parity.*\): pip install 'nero-optim\[paper\]'")
+    assert_refused(tmp_path, r"sacremoses 0\.1 or newer \(.*perl_parity.*\): pip install 'nero-optim\[lab\]'")
 
 
 def test_sacremoses_that_tokenises_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -273,7 +273,7 @@ def test_published_raw_files_give_published_tokens(tmp_path: Path, monkeypatch: 
         (tmp_path / f"{name}.gz").symlink_to(Path(REAL, f"multi30k/{name}.gz").resolve())
     found = load("multi30k", tmp_path)
     assert {name: checksum(content) for name, content in written(tmp_path).items()} == {
-        name: FILES[name] for name in TOKENISED
+        name: FILES["multi30k"][name] for name in TOKENISED
     }
     assert sum(content.count(b"\n") for content in written(tmp_path).values()) == 62_028
     assert len(found.vocabulary) == 9529

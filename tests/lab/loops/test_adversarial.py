@@ -79,7 +79,7 @@ def test_both_networks_train(contender, tmp_path):
     assert training.steps_per_epoch == 2  # of 7 images, in batches of 4
     before = {name: value.detach().clone() for name, value in training.pair.named_parameters()}
     steps(training, 6)
-    assert training.finished
+    assert training.is_finished
     unchanged = {name for name, value in training.pair.named_parameters() if torch.equal(value, before[name])}
     assert not {name for name in unchanged if not name.endswith("bias")}  # batch norm or softmax cancels some biases
     assert all(value.isfinite().all() for value in training.pair.state_dict().values())
@@ -221,7 +221,7 @@ def test_diverged_generator_has_no_distance():
     training.epoch, training.step = 2, 1
     training._begin_epoch()
     steps(training, 1)
-    assert training.finished
+    assert training.is_finished
     assert training.curve["test_distance"] == training.curve["train_distance"] == [None]
     assert len(training.files) == 1
 

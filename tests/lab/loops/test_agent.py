@@ -86,7 +86,7 @@ def test_every_contender_learns(contender, tmp_path):
     settings = TINY_GAME.settings(contender, epochs=1)
     training = TINY_GAME.loop(TINY_GAME, settings, ECHO, None)
     before = {name: value.clone() for name, value in training.model.state_dict().items()}
-    while not training.finished:
+    while not training.is_finished:
         training.advance()
     assert any(not torch.equal(value, before[name]) for name, value in training.model.state_dict().items())
     record = Store(tmp_path).finish(training)
@@ -131,7 +131,7 @@ def test_resumed_agent_equals_undisturbed(contender, monkeypatch):
 def test_reading_the_state_does_not_disturb():
     settings = TINY_GAME.settings("nero", epochs=1)
     whole, seen = play(TINY_GAME, settings, ECHO), TINY_GAME.loop(TINY_GAME, settings, ECHO, None)
-    while not seen.finished:
+    while not seen.is_finished:
         seen.advance()
         seen.state()
         seen.running_metrics()

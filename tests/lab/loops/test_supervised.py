@@ -42,7 +42,7 @@ def test_evaluation_any_batch_size_matches_one_batch(dataset, monkeypatch):
     training = Supervised(replace(TINY, model=models[dataset], dataset=dataset), TINY.settings("nero"), data)
     for part in data.parts:
         for module in (data_module, corpus, pairs):
-            monkeypatch.setattr(module, "METRIC_BATCH", 10**6)
+            monkeypatch.setattr(module, "EVAL_BATCH", 10**6)
         whole = training._evaluate(part)
         ((*inputs, labels),) = data.batches(part)
         with torch.no_grad():
@@ -51,7 +51,7 @@ def test_evaluation_any_batch_size_matches_one_batch(dataset, monkeypatch):
         wanted += [(logits.argmax(-1) == labels).sum().item(), (labels >= 0).sum().item()]
         assert whole.tolist() == pytest.approx(wanted, rel=1e-5)
         for module in (data_module, corpus, pairs):
-            monkeypatch.setattr(module, "METRIC_BATCH", 3)
+            monkeypatch.setattr(module, "EVAL_BATCH", 3)
         assert len(list(data.batches(part))) > 2
         assert training._evaluate(part).tolist() == pytest.approx(wanted, rel=1e-5)
 
@@ -69,7 +69,7 @@ def test_smoothed_summed_loss_trains_but_is_not_reported():
     model = partial(Translator, len(data.vocabulary), width=16, hidden=16, layers=1, dropout=0.0)
     task = replace(TASKS["translation"], model=model, schedule=constant, batch=30)
     steps, losses = {}, {}
-    for name, changes in {"paper": {}, "plain": {"smoothing": 0.0}, "mean": {"summed": False}}.items():
+    for name, changes in {"paper": {}, "plain": {"smoothing": 0.0}, "mean": {"is_loss_summed": False}}.items():
         training = Supervised(replace(task, **changes), task.settings("sgd", 1e-4), data)
         before = [weight.detach().clone() for weight in training.model.parameters()]
         training.advance()
@@ -91,7 +91,7 @@ def test_delayed_epoch_numbers_are_the_same(lag, monkeypatch):
     monkeypatch.setitem(READ_DELAY_STEPS, "cpu", lag)
     delayed = Supervised(FAST, settings, data)
     arrivals = []
-    while not prompt.finished:
+    while not prompt.is_finished:
         prompt.advance()
         delayed.advance()
         assert prompt.epochs_known == prompt.epoch
@@ -100,7 +100,7 @@ def test_delayed_epoch_numbers_are_the_same(lag, monkeypatch):
             assert delayed.curve == prompt.curve
             assert delayed.epochs_known == delayed.epoch
         if delayed.step == 0:
-            assert (delayed.epochs_known == delayed.epoch) == delayed.finished
+            assert (delayed.epochs_known == delayed.epoch) == delayed.is_finished
     steps = min(lag, delayed.steps_per_epoch - 1)
     assert arrivals == [*((epoch, steps) for epoch in range(1, settings.epochs)), (settings.epochs, 0)]
     unfinished = Supervised(FAST, settings, data)
@@ -137,14 +137,14 @@ def test_resumed_at_any_step_equals_undisturbed(tmp_path: Path, monkeypatch, con
     settings = task.settings(contender, epochs=2)
     whole = Supervised(task, settings, data)
     states = []
-    while not whole.finished:
+    while not whole.is_finished:
         states.append(whole.state())
         whole.advance()
     assert len(states) == 6
     for state in states[1:]:
         torch.save(state, tmp_path / "state")
         again = Supervised(task, settings, data, torch.load(tmp_path / "state", weights_only=True))
-        while not again.finished:
+        while not again.is_finished:
             again.advance()
         assert again.curve == whole.curve
         for name, value in whole.model.state_dict().items():
@@ -183,14 +183,16 @@ def test_image_damaged_in_mid_run_costs_no_step(tmp_path: Path, monkeypatch: pyt
 def test_last_batch_with_a_share_of_one_is_dropped(monkeypatch, images, batch, processes, steps):
     monkeypatch.setattr(distributed, "world_size", lambda: processes)
     assert supervised._count_steps(replace(TASK, batch=batch), images) == steps
-    assert supervised._count_steps(replace(TASK, batch=batch, several=False), images) == math.ceil(images / batch)
+    assert supervised._count_steps(replace(TASK, batch=batch, is_distributable=False), images) == math.ceil(
+        images / batch
+    )
 
 
 def test_batch_norm_never_sees_a_single_image(tmp_path: Path):
     folder = write_class_folder(tmp_path)
     write_image(folder / "train" / "a" / "9.JPEG")  # the 13th, in batches of four
     training = Supervised(SMALL, SMALL.settings("sgd", epochs=1), decoded(folder))
-    while not training.finished:
+    while not training.is_finished:
         training.advance()
     assert training.steps_done == 3
 
@@ -198,7 +200,7 @@ def test_batch_norm_never_sees_a_single_image(tmp_path: Path):
 def test_onlooker_writes_nothing(tmp_path: Path):
     data = decoded(write_class_folder(tmp_path / "made"))
     training = Supervised(SMALL, SMALL.settings("nero", epochs=1), data)
-    while not training.finished:
+    while not training.is_finished:
         training.advance()
     store = ReadOnlyStore(tmp_path / "out")
     training.files["-a.png"] = b"picture"
@@ -223,7 +225,7 @@ def test_captured_photo_steps_match_plain_ones(tmp_path: Path, monkeypatch, cont
     for call in (CapturedStep.__call__, lambda self, *inputs, **_: self.function(*inputs)):
         monkeypatch.setattr(CapturedStep, "__call__", call)
         runs.append(Supervised(task, task.settings(contender, epochs=2), data))
-        while not runs[-1].finished:
+        while not runs[-1].is_finished:
             runs[-1].advance()
     captured, plain = runs
     assert len(captured._learn.graphs) == 2

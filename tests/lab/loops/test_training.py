@@ -42,7 +42,6 @@ LOOPS = ("supervised", "adversarial", "agent")
         ("supervised", ["generator"], torch.ones(2), ""),
         ("supervised", ["totals"], torch.ones(1), "totals"),
         ("supervised", ["totals"], torch.ones(3), "totals"),
-        ("supervised", ["totals"], Tensor.zero_, "totals"),
         ("supervised", ["totals"], 0.5, "totals"),
         ("supervised", ["curve", "test_loss"], None, "test_loss"),
         ("supervised", ["curve", "test_loss"], [1.0], "test_loss"),

@@ -25,6 +25,8 @@ def test_networks_sizes_match_the_paper():
     with torch.device("meta"):
         assert count(mlp(100)) == 99 * (784 * 784 + 784) + 784 * 10 + 10
         assert count(mlp(5, bias=False)) == 4 * 784 * 784 + 7840
+        assert count(mlp(3, 64, inputs=49)) == (49 * 64 + 64) + (64 * 64 + 64) + 64 * 10 + 10
+        assert count(mlp(1, 64, inputs=49)) == 49 * 10 + 10
         vgg, resnet = vgg11(), resnet18()
     convolutions = sum(
         9 * a * b

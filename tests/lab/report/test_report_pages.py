@@ -16,9 +16,10 @@ from report_samples import EPOCHS, RESULTS, ROOT, cells, diverge, make_all_recor
 
 from nero_lab.report import report
 from nero_lab.report.__main__ import main
+from nero_lab.report.drawing import DEFAULT_STYLE, make_entry
 from nero_lab.report.figures import draw
 from nero_lab.report.labels import spread_labels
-from nero_lab.report.published import all_published
+from nero_lab.report.published import PublishedRow, all_published
 from nero_lab.report.runs import Runs
 from nero_lab.report.tables import task_tables
 from nero_lab.store import StoreError, read_records
@@ -116,6 +117,11 @@ def test_page_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'cifar10-vgg11.md'}: ")):
         report([], tmp_path)
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_contender_without_style_gets_the_default():
+    entry = make_entry(PublishedRow("mnist-deep", "newcomer", 0.1, math.nan, math.nan), Runs([]))
+    assert (entry.style, entry.label) == (DEFAULT_STYLE, "newcomer")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,15 +1,15 @@
 """The tables of docs/guide/auto.md and docs/studies/depth.md: one function per table, named like its block."""
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
+from nero_lab.report.markdown import render_table
+from nero_lab.report.pages import fill_blocks
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 
-BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: How a task's metric is called, and turned into the number of a table.
 MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
     "train_accuracy": ("train accuracy, %", lambda value: 100 * value),
@@ -226,7 +226,7 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 def fill(page: str, study: Study) -> str:
     """Return the page with all its tables made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}\n{TABLES[found[2]](study)}\n{found[3]}", page)
+    return fill_blocks(page, lambda name: TABLES[name](study))
 
 
 def _beside(study: Study, variant: str, title: str, depths: Sequence[int]) -> str:
@@ -249,7 +249,7 @@ def _beside(study: Study, variant: str, title: str, depths: Sequence[int]) -> st
 def _tasks_by_depth(study: Study) -> list[str]:
     """Return the paper's tasks that were trained with ``lr="auto"``."""
     trained = {task for task, contender, *_ in study.runs if contender == "auto"}
-    return [name for name, task in TASKS.items() if task.shows and name in trained]
+    return [name for name, task in TASKS.items() if task.study == "paper" and name in trained]
 
 
 def _measure(task: str) -> str:
@@ -263,11 +263,7 @@ def _results(study: Study, task: str, contender: str, rate: float) -> str:
 
 
 def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Write a Markdown table, columns of numbers aligned to the right."""
-    lines = [[str(cell) for cell in row] for row in rows]
-    texts = [any(re.match(r"[^\W\d]|`", line[column]) for line in lines) for column in range(len(head))]
-    rule = ["---" if text else "---:" for text in texts]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in (head, rule, *lines))
+    return render_table(head, rows, left=None)
 
 
 def _two(value: float) -> str:

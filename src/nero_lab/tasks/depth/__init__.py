@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from nero_lab.models.mlp import mlp
-from nero_lab.protocol import Contender, Schedule, SettingError, Task
+from nero_lab.models.mlp import mlp, normed_mlp
+from nero_lab.protocol import Contender, Schedule, SettingError, Task, linear_decay
 from nero_lab.tasks.paper import mnist_deep
 
 LAYERS = (5, 10, 20, 50, 100)
@@ -29,22 +29,6 @@ FORMS: dict[str, dict[str, float]] = {
 }
 #: β of a running average over about ten gradients; the paper's is 0.999.
 SWIFT_BETA = 0.9
-
-
-def falling(step: int, steps_an_epoch: int) -> float:
-    """Return the factor of a rate that falls to zero, step by step."""
-    return 1 - step / (EPOCHS * steps_an_epoch)
-
-
-def normed_mlp(layers: int, width: int = 784) -> nn.Sequential:
-    """Build a perceptron with batch norm, without gains and biases, behind every hidden linear layer."""
-    *hidden, last = mlp(layers, width)
-    modules: list[nn.Module] = []
-    for module in hidden:
-        modules.append(module)
-        if isinstance(module, nn.Linear):
-            modules.append(nn.BatchNorm1d(module.out_features, affine=False))
-    return nn.Sequential(*modules, last)
 
 
 def perceptron(
@@ -67,6 +51,7 @@ def perceptron(
     return replace(
         mnist_deep.task,
         name=f"perceptron-{layers}{variant}",
+        study="depth",
         shows="",
         title=f"Which step size suits {layers} layers?",
         model=model or partial(mlp, layers),
@@ -92,12 +77,12 @@ def by_depth(task: Task) -> Task:
         name: replace(nero, best=TRUST, options={**nero.options, "depth": "auto", **bound})
         for name, bound in FORMS.items()
     }
-    return replace(task, shows="", contenders=contenders, grid=TRUSTS)
+    return replace(task, study="depth", shows="", contenders=contenders, grid=TRUSTS)
 
 
 TASKS: tuple[Task, ...] = (
     *(perceptron(layers) for layers in LAYERS),
-    *(perceptron(layers, "-falling", schedule=falling) for layers in LAYERS),
+    *(perceptron(layers, "-falling", schedule=linear_decay(EPOCHS)) for layers in LAYERS),
     *(perceptron(layers, "-normed", model=partial(normed_mlp, layers)) for layers in LAYERS),
     *(perceptron(layers, "-swift", options={"beta": SWIFT_BETA}) for layers in LAYERS),
 )

@@ -41,7 +41,7 @@ task = Task(
     schedule=warm_up_then_cosine(1, 90),
     metric="test_accuracy",
     verdict=count_data,
-    several=True,
+    is_distributable=True,
     seconds=(None, None),
     side_by_side=1,
 )

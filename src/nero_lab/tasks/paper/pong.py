@@ -12,16 +12,10 @@ from functools import partial
 from nero_lab.loops.agent import Agent
 from nero_lab.loops.ppo import PPO
 from nero_lab.models.actor_critic import ActorCritic
-from nero_lab.protocol import Contender, Task
+from nero_lab.protocol import Contender, Task, linear_decay
 
 #: Each of 80 rounds of 1024 steps: 4,997,120 steps in all.
 EPOCHS = 61
-
-
-def fall(step: int, steps_an_epoch: int) -> float:
-    """Return the factor of a rate that falls linearly to zero."""
-    return 1 - step / (EPOCHS * steps_an_epoch)
-
 
 task = Task(
     name="pong",
@@ -39,7 +33,7 @@ task = Task(
     grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
     epochs=EPOCHS,
     batch=256,
-    schedule=fall,
+    schedule=linear_decay(EPOCHS),
     metric="reward",
     seconds=(915, None),
     side_by_side=2,

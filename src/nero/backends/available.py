@@ -16,27 +16,6 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INSTEAD = "use backend='foreach', or 'auto' for the fastest that works here"
 
 
-class Compiled(NamedTuple):
-    """A backend that needs a library: the device it serves, a probe, and how to install the library."""
-
-    device: str
-    works: Callable[[], bool]
-    install: str
-
-
-#: The backends that need a library. On a GPU, ``triton_works`` also tells whether kernels launch.
-COMPILED: dict[str, Compiled] = {
-    "numba": Compiled("cpu", lambda: numba_works(), "pip install 'nero-optim[cpu]'"),
-    "triton": Compiled("cuda", lambda: is_installed("triton"), "pip install triton"),
-}
-
-
-def backends_for(device: torch.device) -> list[str]:
-    """List the backends that can step parameters on a device, the fastest last."""
-    compiled = [name for name, backend in COMPILED.items() if backend.device == device.type and backend.works()]
-    return ["eager", "foreach", *compiled]
-
-
 @cache
 def is_installed(library: str) -> bool:
     """Return whether a library is installed."""
@@ -68,6 +47,27 @@ def triton_works(device: torch.device) -> bool:
     except Exception:  # no C compiler for the launcher, an unknown GPU, ...
         return False
     return True
+
+
+class Compiled(NamedTuple):
+    """A backend that needs a library: the device it serves, a probe, and how to install the library."""
+
+    device: str
+    works: Callable[[], bool]
+    install: str
+
+
+#: The backends that need a library. On a GPU, ``triton_works`` also tells whether kernels launch.
+COMPILED: dict[str, Compiled] = {
+    "numba": Compiled("cpu", lambda: numba_works(), "pip install 'nero-optim[cpu]'"),
+    "triton": Compiled("cuda", lambda: is_installed("triton"), "pip install triton"),
+}
+
+
+def backends_for(device: torch.device) -> list[str]:
+    """List the backends that can step parameters on a device, the fastest last."""
+    compiled = [name for name, backend in COMPILED.items() if backend.device == device.type and backend.works()]
+    return ["eager", "foreach", *compiled]
 
 
 def is_interpreted() -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 from nero.groups import Part
 from nero.options import FixNorm
 from nero.roles import Role
-from nero.rule import bias_correction, statistics_dtype
+from nero.rule import bias_correction, rounding_error, statistics_dtype
 
 #: The quantiles of a spread over the neurons of a layer.
 QUANTILES = (0.1, 0.5, 0.9)

@@ -33,7 +33,7 @@ docs: $(READY)
 	$(BIN)/python docs/tree.py
 
 paper: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from nero_lab.store import pack_records; pack_records(Path('results'))"
+	$(BIN)/python -c "from pathlib import Path; from nero_lab.store import pack_records; [pack_records(Path(root)) for root in ('results', 'results/depth')]"
 	$(BIN)/nero report --records results --out docs/paper
 	$(BIN)/python -m nero_lab.report results README.md
 	$(BIN)/python -m nero_lab.report.depth

@@ -92,3 +92,14 @@ def matched(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str
     elif "param_names" not in group and not any(isinstance(entry, tuple) for entry in params):
         params = [(f"group{len(groups)}.{index}", entry) for index, entry in enumerate(params)]
     return {**group, "params": params}
+
+
+def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: Mapping[Tensor, Role]) -> None:
+    """Raise if a group's role differs from when its parameters were added, since their state depends on it."""
+    for index, parameter in enumerate(group["params"]):
+        known = roles.get(parameter)
+        if known is not None and role_in(group, parameter) != known:
+            raise ValueError(
+                f"{name_of(groups, group, index)} was added as {known}, and its group now says "
+                f"{role_in(group, parameter)}: make another optimiser to change a role"
+            )

@@ -13,7 +13,7 @@ from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.balance import initial_radius
 from nero.checkpoint import groups_to_load, state_to_load
-from nero.groups import Part, matched, name_of, param_groups, parts_of, role_in
+from nero.groups import Part, check_roles, matched, name_of, param_groups, parts_of, role_in
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -24,7 +24,7 @@ from nero.options import (
     check_lr,
     check_options,
 )
-from nero.parameters import check_parameter, check_trainable
+from nero.parameters import check_gradient, check_parameter, check_trainable
 from nero.roles import Role
 from nero.state import initial_state
 
@@ -189,9 +189,10 @@ class Nero(torch.optim.Optimizer):
             self._check_changes()
             self._depth_counter.warn()
         self._depth_counter.check()
-        for group in self.param_groups:
-            if group["on_nonfinite"] == "raise":
-                self._raise_if_nonfinite(group)
+        if any(group["on_nonfinite"] == "raise" for group in self.param_groups):
+            for part in self.parts():
+                if part.group["on_nonfinite"] == "raise":
+                    check_gradient(part.name, part.parameter, is_new=not self.state.get(part.parameter))
         if is_compiling:
             backends.step_eagerly(self._groups())
             return loss
@@ -301,7 +302,7 @@ class Nero(torch.optim.Optimizer):
         if options != self._options:
             for group in self.param_groups:
                 check_options(group, wait=False)
-                self._check_roles(group)
+                check_roles(self.param_groups, group, self._roles)
                 if group["params"]:
                     backends.check_backend(group["backend"], name_of(self.param_groups, group, 0))
             if self._plan is not None:
@@ -309,16 +310,6 @@ class Nero(torch.optim.Optimizer):
             self._options = options
         for group in self.param_groups:
             check_lr(group["lr"], wait=False)
-
-    def _check_roles(self, group: dict[str, Any]) -> None:
-        """Raise if a group's role differs from when its parameters were added, since their state depends on it."""
-        for index, parameter in enumerate(group["params"]):
-            known = self._roles.get(parameter)
-            if known is not None and role_in(group, parameter) != known:
-                raise ValueError(
-                    f"{name_of(self.param_groups, group, index)} was added as {known}, and its group now says "
-                    f"{role_in(group, parameter)}: make another optimiser to change a role"
-                )
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         """Add all groups, or with an error none. Their parameters are changed only after all were validated."""
@@ -376,18 +367,3 @@ class Nero(torch.optim.Optimizer):
                 backends.check_backend(group["backend"], name, parameter, parameter.grad)
         for parameter, group, _ in late:
             self.state[parameter].update(initial_state(parameter, self._role(group, parameter), group))
-
-    def _raise_if_nonfinite(self, group: dict[str, Any]) -> None:
-        for index, parameter in enumerate(group["params"]):
-            grad = parameter.grad
-            if grad is None or not parameter.requires_grad:
-                continue
-            name = name_of(self.param_groups, group, index)
-            if not self.state.get(parameter):
-                check_trainable(name, parameter)
-            values = grad.coalesce().values() if grad.is_sparse else grad
-            if not bool(values.isfinite().all()):
-                raise FloatingPointError(
-                    f"the gradient of {name} is not finite, and nothing was changed: find the cause, or skip such "
-                    "neurons with on_nonfinite='skip'"
-                )

@@ -46,3 +46,21 @@ def check_memory(name: str, parameter: Tensor) -> None:
     """Raise if a parameter is on the meta device."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: allocate it (module.to_empty) and initialise it first")
+
+
+def check_gradient(name: str, parameter: Tensor, *, is_new: bool) -> None:
+    """Raise if a trainable parameter has a gradient that is not finite. Waits for the gradient.
+
+    A parameter that is new to the optimiser is checked itself first.
+    """
+    grad = parameter.grad
+    if grad is None or not parameter.requires_grad:
+        return
+    if is_new:
+        check_trainable(name, parameter)
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    if not bool(values.isfinite().all()):
+        raise FloatingPointError(
+            f"the gradient of {name} is not finite, and nothing was changed: find the cause, or skip such neurons with "
+            "on_nonfinite='skip'"
+        )

@@ -23,8 +23,7 @@ except ModuleNotFoundError as error:
 import torch
 
 import nero
-import nero_lab.command
-from nero_lab import distributed
+from nero_lab import distributed, interrupts
 from nero_lab.data import DataError, Dataset, Game, Photos, load
 from nero_lab.protocol import Precision, SettingError, Settings, Task
 from nero_lab.report.published import all_published
@@ -42,7 +41,7 @@ class InterruptibleGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand. Handles interrupts here because typer would exit silently."""
         try:
-            nero_lab.command.raise_interrupts()
+            interrupts.raise_interrupts()
             return super().invoke(ctx)
         except KeyboardInterrupt:
             print("nero: stopped", file=sys.stderr)

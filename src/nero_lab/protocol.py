@@ -28,7 +28,7 @@ class Contender:
 
     Args:
         optimiser: its name in :mod:`nero_lab.baselines`.
-        best: the best learning rate that the paper reports.
+        best: the best learning rate that the paper reports, or the default of a study.
         options: the optimiser's arguments besides the learning rate.
         model: a factory for the network, if it differs from the task's.
     """
@@ -101,7 +101,7 @@ class Task:
         epochs: int | None = None,
         precision: str = "float32",
     ) -> "Settings":
-        """Return the checked settings of a run. Omitted values are the paper's.
+        """Return the checked settings of a run. Omitted values are those of the task.
 
         Raises:
             SettingError: if a value is impossible for this task.
@@ -134,6 +134,7 @@ class Settings:
     """The settings that determine a run's result, apart from the machine.
 
     Attributes:
+        optimiser: the name of a contender of the task.
         data: the name of the stand-in data set, or None for the task's own.
     """
 
@@ -149,11 +150,13 @@ class Settings:
 def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
     """Return the learning rate with the best last epoch among the records of one contender.
 
-    A tie goes to the paper's learning rate, or else to the smallest. A diverged run is the worst.
+    A tie goes to the paper's learning rate, or else to the smallest. A diverged run is the worst, also if its accuracy
+    is a number.
     """
 
     def rank(record: dict[str, Any]) -> tuple[float, bool, float]:
-        last = record["curve"][task.metric][-1]
+        last, train_loss = (record["curve"].get(name, [0.0])[-1] for name in (task.metric, "train_loss"))
+        last = None if train_loss is None else last
         last = -last if last is not None and task.metric.endswith(("loss", "distance")) else last
         is_papers = record["lr"] == task.contenders[record["optimiser"]].best
         return (-math.inf if last is None else last, is_papers, -record["lr"])

@@ -85,9 +85,8 @@ class Store:
         if path.exists():
             record = _parse_record(_read(path), str(path))
         else:
-            path = self.root / f"{task.name}.jsonl"
-            packed = (each for each in _read_lines(path) if all(each.get(key) == wanted[key] for key in wanted))
-            record = next(packed, {})
+            packed = [record for file in sorted(self.root.glob("*.jsonl")) for record in _read_lines(file)]
+            record = next((each for each in packed if all(each.get(key) == wanted[key] for key in wanted)), {})
             if not record:
                 return None
         if differing := [key for key, value in wanted.items() if record.get(key) != value]:

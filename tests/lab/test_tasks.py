@@ -39,7 +39,7 @@ from nero_lab.tasks import TASKS, task_named
 
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
 SUPERVISED = [
-    task for task in TASKS.values() if task.study == "paper" and task.loop is None and task.dataset != "imagenet"
+    task for task in TASKS.values() if task.study != "depth" and task.loop is None and task.dataset != "imagenet"
 ]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 
@@ -178,6 +178,9 @@ def test_best_rate_last_epoch_decides_and_ties_go_to_paper():
     assert best_rate(task, [record(0.0001, 0.99, 0.2), record(0.001, 0.1, 0.3), record(0.01, 0.1, 0.1)]) == 0.001
     assert best_rate(task, [record(rate, 0.1124) for rate in task.grid]) == 0.001
     assert best_rate(task, [record(0.1, 0.2), record(0.01, 0.2)]) == 0.01
+    diverged = record(1.0, 0.9)
+    diverged["curve"]["train_loss"] = [None]
+    assert best_rate(task, [record(0.1, 0.2), diverged]) == 0.1
     assert best_rate(task, [record(0.1, None), record(0.01, 0.0)]) == 0.01
 
 

@@ -40,6 +40,8 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
     saved_groups, saved_state = _checked_groups(incoming, groups)
     loaded = {}
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
+        # torch.distributed.checkpoint drops the empty tuple of gains and biases
+        saved = {"fan_in_axes": own["fan_in_axes"], **saved}
         if missing := set(OPTIONS) - set(saved) - set(MISSING_IN_OLD_CHECKPOINTS):
             raise ValueError(
                 f"group {number} of the checkpoint lacks the options {sorted(missing)}: it is of another optimiser, or "

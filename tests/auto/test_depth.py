@@ -1,7 +1,9 @@
 """The depth of a network, counted along the operations of a forward pass."""
 
 import copy
+import gc
 import math
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -344,3 +346,12 @@ def test_network_that_runs_on_its_buffer_is_counted():
     model = CustomForward(lambda self, _: self.head(self.body(self.places)))
     model.register_buffer("places", torch.randn(3, 2))
     assert nero.depth_of(model, X) == 5
+
+
+def test_counted_pass_frees_its_graph():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    assert nero.depth_of(model, torch.randn(2, 4)) == 1
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None

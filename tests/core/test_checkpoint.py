@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from training import assert_same, assert_same_state, network, train
 
 import nero
@@ -315,3 +316,18 @@ def test_load_of_adam_state_in_equal_groups_raises():
     optimiser = nero.Nero(model.parameters())
     with pytest.raises(ValueError, match="lacks the options"):
         optimiser.load_state_dict(_checkpoint(MODEL(), torch.optim.Adam))
+
+
+def test_checkpoint_of_distributed_state_dict_loads():
+    """torch.distributed.checkpoint drops the empty tuple of fan-in axes of gains and biases."""
+    model = network()
+    optimiser = nero.Nero(model)
+    train(model, optimiser, range(2))
+    options = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimiser, options=options)
+    other = network()
+    fresh = nero.Nero(other)
+    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state, options=options)
+    train(model, optimiser, range(2, 4))
+    train(other, fresh, range(2, 4))
+    assert_same(model, other)

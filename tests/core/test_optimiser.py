@@ -449,3 +449,19 @@ def test_numpy_number_as_lr_is_accepted(backend: str):
     gain.grad = torch.tensor([1.0, 2.0, math.nan, 0.0])
     optimiser.step()
     torch.testing.assert_close(gain.detach(), torch.tensor([0.5, 0.5, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("replace", ["all groups", "one group"])
+def test_group_dict_replaced_between_steps_is_used(backend: str, replace: str):
+    layer = nn.Linear(4, 2)
+    optimiser = nero.Nero(layer, backend=backend)
+    fill_grads(layer, 0)
+    optimiser.step()
+    if replace == "all groups":
+        optimiser.param_groups = [dict(group, lr=0.0) for group in optimiser.param_groups]
+    else:
+        optimiser.param_groups[0] = dict(optimiser.param_groups[0], lr=0.0)
+    before = layer.weight.detach().clone()
+    fill_grads(layer, 1)
+    optimiser.step()
+    assert torch.equal(layer.weight, before)

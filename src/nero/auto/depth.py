@@ -109,8 +109,9 @@ def _traced_depth(
         sources.record(parameter, _Weights(id(parameter) in neurons))
     for tensor in tensors:
         sources.record(tensor, _Signal(0.0, tensor.requires_grad))
-    # the caller's hooks on saved tensors, such as activation checkpointing's, must not see this forward pass
-    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    # the caller's hooks on saved tensors, such as activation checkpointing's, must not see this forward pass;
+    # detached, since a saved output would form a cycle with its graph that is never freed
+    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch.enable_grad(), no_hooks, _tracer(sources):
         outputs = model(*inputs, **named)
     found = [sources.look_up(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]

@@ -73,9 +73,11 @@ class Plan:
         self._triton: Planner = Planner(groups, None if before is None else before._triton)
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether the optimiser still holds the same parameters and state, and none waits to enter."""
+        """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
         return (
             not self._is_retired
+            and len(param_groups) == len(self._groups)
+            and all(group is known.options for group, known in zip(param_groups, self._groups, strict=True))
             and list(map(len, map(_PARAMS, param_groups))) == self._counts
             and len(state) == len(self._states)
             and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))

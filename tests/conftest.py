@@ -20,7 +20,7 @@ hypothesis.settings.register_profile(
     "nero",
     derandomize=True,  # the same examples in every run
     deadline=None,
-    max_examples=100,
+    max_examples=50,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("nero")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreter import INTERPRETED
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from training import assert_same, assert_same_state, network, train
@@ -186,6 +187,9 @@ def bits(model: nn.Module, optimiser: nero.Nero) -> list[Tensor]:
 @pytest.mark.parametrize(("order", "fix_norm"), [*((order, True) for order in ORDERS), (ORDERS[0], "initial")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_resumed_run_equals_undisturbed(dtype: torch.dtype, order: str, fix_norm: bool | str, backend: str):
+    if backend == "triton" and INTERPRETED and (order != ORDERS[0] or dtype == torch.bfloat16):
+        pytest.skip("interpreted kernels are slow; other backends and a GPU run every case")
+
     def make() -> nn.Module:
         return nn.Sequential(*(make_layer() for make_layer in LAYERS.values())).to(dtype)
 

@@ -65,7 +65,7 @@ CASES = [
     _neurons("one neuron", (1, 9)),
     _neurons("fan-in 3", (4, 3)),
     _neurons("fan-in 2", (6, 2)),
-    _neurons("long fan-in", (2, 40_000)),
+    _neurons("long fan-in", (2, 33_000)),
     _neurons("conv2d", (4, 3, 3, 3)),
     _neurons("conv2d channels last", (4, 3, 3, 3), layout="channels_last"),
     _neurons("conv3d", (3, 2, 2, 3, 2)),

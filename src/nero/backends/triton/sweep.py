@@ -56,8 +56,8 @@ class Sweep:
         self._is_stochastic = any(line.settings.rounding == "stochastic" for line in lines)
         self._aligned = list(map(is_aligned, lines))
         self._tables = make_tables(lines, self._aligned, self._device)
-        groups = 1 + max(line.group for line in lines)
-        self._changing = torch.zeros(len(lines) + 3 * groups, dtype=torch.int64, device=self._device)
+        self._groups = 1 + max(line.group for line in lines)  # groups behind these have no parameter here
+        self._changing = torch.zeros(len(lines) + 3 * self._groups, dtype=torch.int64, device=self._device)
         self._uploaded: tuple[list[int], list[int]] = ([], [])
         self._spare: Tensor | None = self._pinned()
         self._borrowed: list[Tensor] = []  # must live until the kernels are queued
@@ -123,7 +123,7 @@ class Sweep:
             addresses: the answer of :meth:`look`.
             angles: for each group its learning rate and the divisor of it, negative to ascend.
         """
-        words = [word for lr, divisor in angles for word in self._words(lr, 1 / divisor)]
+        words = [word for lr, divisor in angles[: self._groups] for word in self._words(lr, 1 / divisor)]
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 capturing = torch.cuda.is_current_stream_capturing()

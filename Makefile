@@ -37,6 +37,7 @@ paper: $(READY)
 	$(BIN)/nero report --records results --out docs/paper
 	$(BIN)/python -m nero_lab.report results README.md
 	$(BIN)/python -m nero_lab.report.depth
+	$(BIN)/python -m nero_lab.starts.tables
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

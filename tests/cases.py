@@ -27,6 +27,7 @@ class Case:
     groups: int = 1
     layout: str = "contiguous"
     options: dict[str, Any] = field(default_factory=dict)
+    starts_at_zero: bool = False
 
     @property
     def role(self) -> Role:
@@ -44,6 +45,14 @@ class Case:
             return wide[..., ::2].copy_(values)
         return values
 
+    def start(self, generator: torch.Generator, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+        """Make a parameter's first values: every second neuron is zero if the case starts at zero."""
+        values = self.tensor(generator, dtype, device)
+        if self.starts_at_zero:
+            average = self.role.view(values).sum(self.role.axes, keepdim=True)
+            self.role.view(values).mul_(torch.arange(average.numel(), device=device).view(average.shape) % 2)
+        return values
+
     def group(self, parameter: Tensor) -> dict[str, Any]:
         """Make a parameter group of the case's role and options."""
         role = self.role
@@ -54,8 +63,8 @@ class Case:
 def _neurons(
     name: str, shape: tuple[int, ...], axes: tuple[int, ...] | None = None, groups: int = 1, **more: Any
 ) -> Case:
-    layout = more.pop("layout", "contiguous")
-    return Case(name, shape, "neuron", axes, groups, layout, more)
+    layout, zero = more.pop("layout", "contiguous"), more.pop("starts_at_zero", False)
+    return Case(name, shape, "neuron", axes, groups, layout, more, zero)
 
 
 CASES = [
@@ -99,6 +108,15 @@ CASES = [
     _neurons("bounded, given scale, large step", (5, 7), longest_step=1.05, scale=0.5, lr=0.9, maximize=True),
     _neurons("maximize", (5, 7), maximize=True),
     _neurons("tensor lr", (5, 7), lr=torch.tensor(0.03, dtype=torch.float64)),
+    _neurons("from zero", (5, 7), starts_at_zero=True),
+    _neurons("from zero, up to its norm", (5, 7), starts_at_zero=True, lr=0.4),
+    _neurons("from zero, long fan-in", (3, 33_000), starts_at_zero=True),
+    _neurons("from zero, transposed", (7, 5), (0,), starts_at_zero=True, lr=0.4),
+    _neurons("from zero, conv", (4, 3, 3, 3), starts_at_zero=True, layout="channels_last"),
+    _neurons("from zero, grouped transposed conv", (4, 3, 3, 3), (0, 2, 3), groups=2, starts_at_zero=True),
+    _neurons("from zero, both free", (5, 7), starts_at_zero=True, fix_norm=False, fix_mean=False),
+    _neurons("from zero, others at their start", (5, 7), starts_at_zero=True, fix_norm="initial", lr=0.4),
+    _neurons("from zero, given scale, bounded", (5, 7), starts_at_zero=True, scale=0.5, longest_step=1.05),
     Case("bias", (9,), "bias"),
     Case("gain", (9,), "gain"),
     Case("scalar", (), "bias"),
@@ -132,12 +150,15 @@ class Oracle:
         if options["fix_norm"] == "initial":
             self.radii = [math.sqrt(sum(wi * wi for wi in w)) for w in self.neurons]
         if case.kind == "neuron":
+            self.radii = [radius if any(w) else -1.0 for w, radius in zip(self.neurons, self.radii, strict=True)]
+        if case.kind == "neuron":
             self.neurons = [
                 oracle.project(w, self.fix_mean, self.norm, radius)
                 for w, radius in zip(self.neurons, self.radii, strict=True)
             ]
         elif self.sigma is None:
             self.sigma = sum(abs(b) for (b,) in self.neurons) / len(self.neurons)
+            self.sigma = max(1.0, self.sigma) if case.kind == "gain" else self.sigma
 
     def read(self, parameter: Tensor) -> None:
         """Take over the values of a parameter."""

@@ -3,7 +3,8 @@
 See "Learning by Turning", Section 4. Quoted comments are the algorithm's own lines. The paragraph below it
 describes the bias correction. `mean` and `norm` switch the two projections, as in the ablation of Section 5.1.
 `sigma` replaces the norm of w as the scale of a step. `longest` is not in the paper, but from the definition of
-the option: it bounds a step to `longest` times eta.
+the option: it bounds a step to `longest` times eta. Nor is a negative radius: the neuron started at zero, its mean
+is free, its norm is at most -radius, and steps are relative to that.
 """
 
 import math
@@ -32,6 +33,8 @@ def turn(
     mean_square = beta * mean_square + (1 - beta) * sum(gi * gi for gi in g)
     # "update weights": w <- w - eta ||w|| / g_bar * g
     size = math.sqrt(sum(wi * wi for wi in w)) if sigma is None else sigma
+    if sigma is None and radius < 0:
+        size = -radius
     factor = eta * size / corrected(mean_square, beta, t)
     ratio = math.sqrt(sum(gi * gi for gi in g)) / corrected(mean_square, beta, t)
     if ratio > longest:
@@ -42,6 +45,9 @@ def turn(
 
 def project(w: list[float], mean: bool = True, norm: bool = True, radius: float = 1.0) -> list[float]:
     """Apply: "project weights back to constraint set"."""
+    if radius < 0:
+        size = math.sqrt(sum(wi * wi for wi in w))
+        return [-radius * wi / size for wi in w] if norm and size > -radius else w
     if mean:
         average = sum(w) / len(w)
         w = [wi - average for wi in w]

@@ -14,10 +14,10 @@ from torch.utils.hooks import RemovableHandle
 
 from nero import backends
 from nero.options import FixNorm
-from nero.parameters import check_memory, check_real
+from nero.parameters import can_read, check_memory, check_real
 from nero.roles import Role, roles_of
 from nero.rounding import rounded
-from nero.rule import SCALE_AT_ORIGIN, Number, distance, norm, project, rounding_error, statistics_dtype
+from nero.rule import Number, bound, distance, norm, project, rounding_error, statistics_dtype
 from nero.scalars import as_float
 
 
@@ -35,7 +35,7 @@ def balance_tensor_(
     if not backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
         wide = _wide(view)
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
-        size = radius if fix_norm else norm(wide, axes)
+        size = bound(radius) if fix_norm else norm(wide, axes)
         projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
         balanced = torch.where(off <= rounding_error(tensor.dtype) * size, wide, projected)
         view.copy_(rounded(balanced, view.dtype, "nearest"))
@@ -135,7 +135,8 @@ def balance_after_step(
         optimiser: any optimiser with ``register_step_post_hook``: Adam, SGD, Muon, ...
         model: its neurons are balanced after each step; those without a gradient stay untouched.
         fix_mean: hold every neuron to zero mean.
-        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call.
+        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
+            at this call is held to a norm of at most one.
         at_once: project now as well. The paper's baselines did not.
 
     Returns:
@@ -159,7 +160,7 @@ def balance_after_step(
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
         raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, got {optimiser!r}")
     neurons = [
-        (parameter, role, initial_radius(parameter, role) if fix_norm == "initial" else 1.0)
+        (parameter, role, 1.0 if (radius := initial_radius(parameter, role, fix_norm)) is None else radius)
         for _, parameter, role in _neurons(model, frozen=True)
     ]
 
@@ -176,10 +177,32 @@ def balance_after_step(
 
 
 @torch.no_grad()
-def initial_radius(parameter: Tensor, role: Role) -> Tensor:
-    """Return the norm of each neuron, 0.01 for a zero one, and at most half of the largest float."""
+def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm) -> Tensor | None:
+    """Return the norm that each neuron is held to; ``None`` if that is one for all.
+
+    A zero neuron has -1: its norm is held to at most one. With ``fix_norm="initial"`` every other neuron has its own
+    norm, at most half of the largest float.
+    """
     size = norm(_wide(role.view(parameter)), role.axes)
-    return torch.where(size > 0, size.clamp_max(torch.finfo(size.dtype).max / 2), SCALE_AT_ORIGIN)
+    is_zero = size == 0
+    if fix_norm != "initial":
+        if can_read(parameter) and not bool(_whole(is_zero.any())):
+            return None
+        size = torch.ones_like(size)
+    return torch.where(is_zero, -1.0, size.clamp_max(torch.finfo(size.dtype).max / 2))
+
+
+@torch.no_grad()
+def balance_change(parameter: Tensor, role: Role, fix_mean: bool, fix_norm: FixNorm) -> tuple[float, float]:
+    """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
+    wide = _wide(role.view(parameter))
+    if fix_norm == "initial":
+        fix_norm, radius = True, initial_radius(parameter, role, fix_norm)
+    else:
+        radius = None
+    projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=1.0 if radius is None else radius)
+    change, size = torch.linalg.vector_norm(projected.tensor - wide), torch.linalg.vector_norm(wide)
+    return float(_whole(change)), float(_whole(size))
 
 
 class CentredWeightNorm(nn.Module):
@@ -266,6 +289,12 @@ def _check_constraints(fix_mean: object, fix_norm: object) -> None:
             f"fix_mean and fix_norm must be True or False here, got {fix_mean!r} and {fix_norm!r}; "
             "fix_norm=False leaves norms as they are"
         )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Reduce a sharded result, whose value may differ between processes."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
             f"the checkpoint's state of {name} has {found}, but {sorted(wanted)} are needed: it is of another "
             "optimiser or model"
         )
-    wanted["radius"] = shape  # optional: only fix_norm="initial" has it
+    wanted["radius"] = shape  # optional: see nero.balance.initial_radius
     dtypes = {"step": torch.float32, "skipped": torch.int64}
     state: dict[str, Any] = {}
     for key, value in entry.items():

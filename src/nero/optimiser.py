@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
-from nero.balance import initial_radius
 from nero.checkpoint import groups_to_load, state_to_load
 from nero.groups import Part, check_roles, matched, name_of, param_groups, parts_of, role_in
 from nero.options import (
@@ -25,8 +24,10 @@ from nero.options import (
     check_options,
 )
 from nero.parameters import check_gradient, check_parameter, check_trainable
+from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_unfrozen
+from nero.regrowth import Copy, copy_candidates, restore
 from nero.roles import Role
-from nero.state import initial_state
+from nero.state import initial_state, match_radius
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -58,10 +59,11 @@ class Nero(torch.optim.Optimizer):
         longest_step: the longest step, as a multiple of the angle ``lr / depth``. The paper has no bound, which is
             ``math.inf``: a gradient far above its running average then turns a neuron by up to 32 times the angle.
             By default 3 with ``lr="auto"``, else ``math.inf``.
-        fix_mean: hold every neuron to zero mean.
-        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it enters with.
+        fix_mean: hold every neuron to zero mean. By default True, or False if ``pretrained``.
+        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it enters with. A neuron that enters
+            as zero is held to a norm of at most one. By default True, or ``"initial"`` if ``pretrained``.
         scale: σ, what a step's size is relative to. By default a neuron's norm, and for gains and biases their mean
-            absolute value when they enter, or 0.01 where that is zero.
+            absolute value when they enter, but at least one for gains, and 0.01 for biases that are zero.
         gain_penalty: λ of the penalty λ/2 (γ - 1)² on every gain γ, added to the loss (Section 5.6). Shapes do not
             tell gains from biases: give the module, or the role.
         maximize: ascend instead of descend.
@@ -75,6 +77,9 @@ class Nero(torch.optim.Optimizer):
             that run is done twice. Processes of DistributedDataParallel agree on the greatest count.
         backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU, from the extra ``cpu``),
             ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that works.
+        pretrained: keep the weights that the model comes with, and only turn them: ``fix_norm="initial"`` and
+            ``fix_mean=False``. ``False`` balances them. ``None`` does so too, with a warning if the model looks
+            pretrained, or if parameters are unfrozen later.
 
     Every option can be given for a group alone. A group can also have ``role`` (``"neuron"``, ``"gain"``, ``"bias"``,
     or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``, as :func:`nero.param_groups` sets them.
@@ -95,6 +100,8 @@ class Nero(torch.optim.Optimizer):
     _plan: backends.Plan | None
     _depth_counter: DepthCounter
     _options: list[tuple[Any, ...]]
+    _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
+    _pretrained: bool | None
 
     def __init__(
         self,
@@ -103,8 +110,8 @@ class Nero(torch.optim.Optimizer):
         beta: float = 0.999,
         *,
         longest_step: float | None = None,
-        fix_mean: bool = True,
-        fix_norm: FixNorm = True,
+        fix_mean: bool | None = None,
+        fix_norm: FixNorm | None = None,
         scale: float | None = None,
         gain_penalty: float = 0.0,
         maximize: bool = False,
@@ -112,6 +119,7 @@ class Nero(torch.optim.Optimizer):
         rounding: Rounding = "nearest",
         depth: float | Literal["auto"] | None = None,
         backend: Backend = "auto",
+        pretrained: bool | None = None,
     ) -> None:
         is_auto = isinstance(lr, str) and lr == "auto"
         if is_auto:
@@ -122,8 +130,8 @@ class Nero(torch.optim.Optimizer):
             "lr": lr,
             "beta": beta,
             "longest_step": math.inf if longest_step is None else longest_step,
-            "fix_mean": fix_mean,
-            "fix_norm": fix_norm,
+            "fix_mean": not pretrained if fix_mean is None else fix_mean,
+            "fix_norm": ("initial" if pretrained else True) if fix_norm is None else fix_norm,
             "scale": scale,
             "gain_penalty": gain_penalty,
             "maximize": maximize,
@@ -141,10 +149,14 @@ class Nero(torch.optim.Optimizer):
                 )
             check_countable(params)
         check_options(defaults)
+        self._pretrained = pretrained
         self._roles: dict[Tensor, Role] = {}
         self._entering: list[dict[str, Any]] | None = []  # groups to balance when all are added; None: at once
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
+        if pretrained is None:
+            is_known = isinstance(params, nn.Module) and is_pretrained(params)
+            warn_if_balanced(self.parts(), is_known=is_known, stacklevel=2)
         self._enter_added()
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)
@@ -237,6 +249,7 @@ class Nero(torch.optim.Optimizer):
             for name in MISSING_IN_OLD_CHECKPOINTS:
                 options.setdefault(name, OPTIONS[name].default)
         self._roles = {}  # a copy has other parameters, a loaded state other options
+        self._pretrained = getattr(self, "_pretrained", None)
         self._entering = None
         self._reset()
 
@@ -262,21 +275,29 @@ class Nero(torch.optim.Optimizer):
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected an optimiser's state_dict, got a {type(state_dict).__name__}")
         before = self.register_load_state_dict_pre_hook(take_out)
-        after = self.register_load_state_dict_post_hook(lambda _: self.state.update(loaded), prepend=True)
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_state(loaded), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
+    def _take_state(self, loaded: dict[Tensor, dict[str, Any]]) -> None:
+        """Set the state. Undo the balancing of neurons that grew from zero, if the optimiser was made after loading."""
+        self.state.update(loaded)
+        restore(self._copies, loaded)
+        self._copies = []
+
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
+        self._copies = getattr(self, "_copies", [])
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._options = []
 
     def _groups(self) -> list[backends.Group]:
         """Return the groups as backends see them, after parameters that were unfrozen have entered."""
+        self._copies = []
         self._enter_unfrozen()
         groups = []
         for group in self.param_groups:
@@ -285,8 +306,8 @@ class Nero(torch.optim.Optimizer):
                 state, role = self.state.get(parameter), self._role(group, parameter)
                 if not state:
                     continue
-                if group["fix_norm"] == "initial" and role.kind == "neuron" and "radius" not in state:
-                    state["radius"] = initial_radius(parameter, role)
+                if role.kind == "neuron":
+                    match_radius(parameter, role, state, group["fix_norm"])
                 members.append(backends.Member(name_of(self.param_groups, group, index), parameter, role, state))
             groups.append(backends.Group(group, members))
         return groups
@@ -347,6 +368,9 @@ class Nero(torch.optim.Optimizer):
             raise ValueError(f"{name}: {error}") from error
 
     def _enter_added(self) -> None:
+        entering = self._entering or []
+        added = (part for part in self.parts() if any(part.group is group for group in entering))
+        self._copies += copy_candidates(part for part in added if part.parameter.requires_grad)
         for group in self._entering or []:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -356,14 +380,16 @@ class Nero(torch.optim.Optimizer):
     def _enter_unfrozen(self) -> None:
         """Initialise parameters that were unfrozen. Validate all before changing any."""
         late = [
-            (parameter, group, name_of(self.param_groups, group, index))
+            Part(name_of(self.param_groups, group, index), parameter, self._role(group, parameter), group)
             for group in self.param_groups
             for index, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
         ]
-        for parameter, group, name in late:
-            check_trainable(name, parameter)
-            if not torch.compiler.is_compiling():  # a compiled step uses the plain rule
-                backends.check_backend(group["backend"], name, parameter, parameter.grad)
-        for parameter, group, _ in late:
-            self.state[parameter].update(initial_state(parameter, self._role(group, parameter), group))
+        for part in late:
+            check_trainable(part.name, part.parameter)
+            if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
+                backends.check_backend(part.group["backend"], part.name, part.parameter, part.parameter.grad)
+        if self._pretrained is None:
+            warn_if_unfrozen(late, stacklevel=6)
+        for part in late:
+            self.state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

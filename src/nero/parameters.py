@@ -28,12 +28,18 @@ def check_trainable(name: str, parameter: Tensor) -> None:
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} is laid out as {parameter.layout}: hold it as a dense parameter")
     check_memory(name, parameter)
-    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        return  # values cannot be read here
+    if not can_read(parameter):
+        return
     if parameter.is_inference():
         raise ValueError(f"{name} was created under torch.inference_mode() and cannot be trained: create it outside")
     if not bool(parameter.detach().isfinite().all()):
         raise ValueError(f"{name} holds NaN or infinite values: initialise it first")
+
+
+def can_read(parameter: Tensor) -> bool:
+    """Return whether values can be read: not on the meta device, in a compiled function or in a captured graph."""
+    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return not (parameter.is_meta or torch.compiler.is_compiling() or is_captured)
 
 
 def check_real(name: str, parameter: Tensor) -> None:

@@ -73,7 +73,8 @@ def turn(
         fix_mean: subtract each neuron's mean.
         fix_norm: set each neuron's norm to ``radius``.
         scale: σ; by default each neuron's norm.
-        radius: the norm of a balanced neuron.
+        radius: the norm of a balanced neuron. Where it is negative, the neuron started at zero: its mean is free, its
+            norm is at most ``-radius``, and that is also its σ by default.
 
     Returns:
         The weights in the dtype of ``grad_norm``, ḡ, and the neurons skipped for a non-finite gradient.
@@ -85,6 +86,8 @@ def turn(
     if scale is None:
         size = norm(w, axes)
         scale = torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        if isinstance(radius, Tensor):
+            scale = torch.where(radius < 0, -radius, scale)
     turned = w - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
 
     # w <- w - mean(w); w <- w / |w|
@@ -138,7 +141,8 @@ def project(
     """Subtract each neuron's mean and set its norm to ``radius`` (Definition 1).
 
     A neuron without a projection (zero, constant or not finite) is returned unchanged. A neuron of two
-    elements keeps its mean: both constraints would leave it only two points.
+    elements keeps its mean: both constraints would leave it only two points. So does a neuron of negative
+    radius, whose norm is cut to ``-radius`` if it is longer.
     """
     peak = tensor.detach().abs().amax(axes, keepdim=True)
     possible = (peak > 0) & peak.isfinite()
@@ -149,13 +153,16 @@ def project(
     square = unit.square().sum(axes, keepdim=True)
     if fix_mean:
         for _ in range(2):  # the second removes the rounding error of the first, which a nearly constant neuron has
-            unit = unit - unit.mean(axes, keepdim=True)
+            unit = unit - _held(unit.mean(axes, keepdim=True), radius)
         left = unit.square().sum(axes, keepdim=True)
         # the rounding error of a constant neuron is not a direction
         possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)
         square = left
     if fix_norm:
-        unit = unit / torch.where(possible, square, 1.0).sqrt() * radius
+        length = torch.where(possible, square, 1.0).sqrt()
+        on_sphere = unit / length * bound(radius)
+        # a neuron that started at zero may be shorter
+        unit = torch.where(length * peak < -radius, unit * peak, on_sphere) if isinstance(radius, Tensor) else on_sphere
     else:
         possible = possible & (peak < torch.finfo(tensor.dtype).max / 2)
         unit = unit * peak
@@ -169,9 +176,18 @@ def distance(
     mean = torch.zeros_like(tensor.amax(axes, keepdim=True))
     fan_in = _fan_in(tensor, axes)
     if fix_mean and fan_in != 2:
-        mean = tensor.mean(axes, keepdim=True)
-    off_radius = norm(tensor - mean, axes) - radius if fix_norm else torch.zeros_like(mean)
+        mean = _held(tensor.mean(axes, keepdim=True), radius)
+    off_radius = torch.zeros_like(mean)
+    if fix_norm:
+        off_radius = norm(tensor - mean, axes) - bound(radius)
+        if isinstance(radius, Tensor):
+            off_radius = torch.where(radius < 0, off_radius.clamp_min(0), off_radius)
     return torch.hypot(off_radius, mean * math.sqrt(fan_in))
+
+
+def bound(radius: Number) -> Number:
+    """Return the greatest norm that a radius allows."""
+    return radius.abs() if isinstance(radius, Tensor) else radius
 
 
 def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -227,6 +243,11 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def rounding_error(dtype: torch.dtype) -> float:
     """Bound how far rounding to a dtype can move a balanced neuron, relative to its norm."""
     return torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
+
+
+def _held(mean: Tensor, radius: Number) -> Tensor:
+    """Return the means that are held to zero: not those of neurons that started at zero."""
+    return torch.where(radius < 0, 0.0, mean) if isinstance(radius, Tensor) else mean
 
 
 def _fan_in(tensor: Tensor, axes: tuple[int, ...]) -> int:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nero.balance import balance_tensor_, initial_radius
+from nero.options import FixNorm
 from nero.roles import Role
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 
@@ -25,14 +26,24 @@ def initial_state(parameter: Tensor, role: Role, options: Mapping[str, Any]) -> 
     }
     if role.kind == "neuron":
         radius: Number = 1.0
-        if options["fix_norm"] == "initial" and parameter.numel():
-            radius = state["radius"] = initial_radius(parameter, role)
+        if parameter.numel() and (radii := initial_radius(parameter, role, options["fix_norm"])) is not None:
+            radius = state["radius"] = radii
         fix_norm = bool(options["fix_norm"])
         balance_tensor_(parameter, role, fix_mean=options["fix_mean"], fix_norm=fix_norm, radius=radius)
     else:
         size = parameter.to(dtype).abs().mean()
-        state["scale"] = torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
+        state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
     return state
+
+
+def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_norm: FixNorm) -> None:
+    """Match the radius in a neuron's state with an option that may have changed."""
+    if fix_norm == "initial":
+        if "radius" not in state and (radius := initial_radius(parameter, role, fix_norm)) is not None:
+            state["radius"] = radius
+    elif "radius" in state:
+        state["radius"].sign_()  # one, or at most one
 
 
 def state_shape(parameter: Tensor, role: Role) -> tuple[int, ...]:

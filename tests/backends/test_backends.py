@@ -22,7 +22,7 @@ by_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
     """The rule is called directly, on weights that are not balanced."""
     generator = torch.Generator().manual_seed(1)
-    role, parameter = case.role, case.tensor(generator, dtype)
+    role, parameter = case.role, case.start(generator, dtype)
     reference = Oracle(case, parameter)
     reference.read(parameter)  # the oracle too starts from what is there
     weights, average = role.view(parameter), torch.zeros((), dtype=dtype)
@@ -72,7 +72,8 @@ def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
 def drawn(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[list[Tensor], list[list[Tensor | None]]]:
     """Return three tensors and their gradients in seven steps; the first has none at the second step."""
     generator = torch.Generator().manual_seed(2)
-    tensors, *grads = ([case.tensor(generator, dtype, device) for _ in range(3)] for _ in range(8))
+    tensors = [case.start(generator, dtype, device) for _ in range(3)]
+    grads: list[list[Tensor | None]] = [[case.tensor(generator, dtype, device) for _ in range(3)] for _ in range(7)]
     grads[1][0] = None
     return tensors, grads
 
@@ -122,7 +123,7 @@ def test_backend_agrees_with_oracle(case: Case, backend: str, dtype: torch.dtype
 def test_half_precision_rounds_once_per_step(case: Case, backend: str, dtype: torch.dtype, device: str):
     """Each step is the oracle's, rounded; the averages never see the parameter's dtype."""
     generator = torch.Generator().manual_seed(3)
-    parameter = torch.nn.Parameter(case.tensor(generator, dtype, device))
+    parameter = torch.nn.Parameter(case.start(generator, dtype, device))
     reference = Oracle(case, parameter)
     optimiser = nero.Nero([case.group(parameter)], backend=backend)
     for _ in range(few(backend, 4, 2)):

@@ -49,7 +49,7 @@ def test_step_is_bitwise_equal_for_any_thread_count(shapes: list[tuple[int, ...]
 )
 def test_tensor_cut_into_pieces_agrees_with_oracle(shape: tuple[int, ...], axes: tuple[int, ...]):
     case, generator = Case("cut", shape, "neuron", axes), torch.Generator().manual_seed(4)
-    parameter = nn.Parameter(case.tensor(generator, torch.float32))
+    parameter = nn.Parameter(case.start(generator, torch.float32))
     reference, optimiser = Oracle(case, parameter), nero.Nero([case.group(parameter)], backend="numba")
     for _ in range(2):
         parameter.grad = case.tensor(generator, torch.float32)

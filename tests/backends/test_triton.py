@@ -43,7 +43,7 @@ def columns(fan_in: int, neurons: int) -> Case:
 def check(cases: list[Case], steps: int = 2, dtype: torch.dtype = torch.float32) -> nero.Nero:
     """Compare all cases, in one optimiser, with the oracle."""
     generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(case.tensor(generator, dtype, DEVICE)) for case in cases]
+    parameters = [nn.Parameter(case.start(generator, dtype, DEVICE)) for case in cases]
     references = [Oracle(case, parameter) for case, parameter in zip(cases, parameters, strict=True)]
     groups = [case.group(parameter) for case, parameter in zip(cases, parameters, strict=True)]
     optimiser = nero.Nero(groups, backend="triton")

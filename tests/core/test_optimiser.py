@@ -146,7 +146,7 @@ def test_frozen_then_unfrozen_parameters_enter_late(backend: str):
     model = network()
     model[4].weight.requires_grad_(False)
     untouched = model[4].weight.detach().clone()
-    optimiser = nero.Nero(model, backend=backend)
+    optimiser = nero.Nero(model, backend=backend, pretrained=False)
     assert torch.equal(model[4].weight, untouched), "frozen: not even projected"
     train(model, optimiser, range(2))
     assert torch.equal(model[4].weight, untouched)
@@ -168,7 +168,7 @@ def test_frozen_then_unfrozen_parameters_enter_late(backend: str):
 
 def test_parameter_swapped_by_a_framework_enters(backend: str):
     layer = nn.Linear(6, 4)
-    optimiser = nero.Nero(layer.parameters(), backend=backend)
+    optimiser = nero.Nero(layer.parameters(), backend=backend, pretrained=False)
     stand_in = nn.Parameter(torch.randn(4, 6) * 3)
     optimiser.param_groups[0]["params"][0] = stand_in
     stand_in.grad = torch.randn(4, 6)
@@ -275,7 +275,7 @@ def test_state_made_in_inference_mode_works_outside(backend: str):
     """Tensors created in inference mode are read-only outside it, so state must not be created in it."""
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2).requires_grad_(False))
     with torch.inference_mode():
-        optimiser = nero.Nero(model, backend=backend, fix_norm="initial")
+        optimiser = nero.Nero(model, backend=backend, pretrained=True)
     model[1].requires_grad_()
     fill_grads(model, 0)
     with torch.inference_mode():

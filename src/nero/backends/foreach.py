@@ -85,7 +85,7 @@ def _turn_stacks(jobs: Sequence[Job], settings: Settings) -> None:
     stackable: dict[tuple[object, ...], list[Job]] = {}
     for job in jobs:
         weight = job.parameter
-        kind = (weight.device, weight.shape, job.axes, weight.dtype, job.grad.dtype)
+        kind = (weight.device, weight.shape, job.axes, weight.dtype, job.grad.dtype, "radius" in job.state)
         stackable.setdefault(kind, []).append(job)
     for stack in stackable.values():
         most = max(1, MAX_STACK_ELEMENTS // stack[0].parameter.numel())
@@ -101,7 +101,7 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
         "step": step.view(-1, *[1] * jobs[0].parameter.dim()),
         "grad_norm": torch.stack([state["grad_norm"] for state in states]),
     }
-    if settings.fix_norm == "initial":
+    if "radius" in states[0]:
         stacked["radius"] = torch.stack([state["radius"] for state in states])
     weights = [job.parameter for job in jobs]
     axes = tuple(axis + 1 for axis in jobs[0].axes)

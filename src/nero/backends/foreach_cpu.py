@@ -123,7 +123,7 @@ def _concatenated(matrices: Sequence[_Matrix], across: int) -> Iterator[_Matrix]
 
 
 def _together(matrices: Sequence[_Matrix], across: int) -> _Matrix:
-    radii = [matrix.radius for matrix in matrices if matrix.radius is not None]
+    radii = [torch.ones_like(matrix.average) if matrix.radius is None else matrix.radius for matrix in matrices]
     off = [
         torch.zeros_like(matrix.average, dtype=torch.bool) if matrix.off is None else matrix.off for matrix in matrices
     ]
@@ -131,7 +131,7 @@ def _together(matrices: Sequence[_Matrix], across: int) -> _Matrix:
         torch.cat([matrix.weight for matrix in matrices], across),
         torch.cat([matrix.grad for matrix in matrices], across),
         torch.cat([matrix.average for matrix in matrices], across),
-        torch.cat(radii, across) if radii else None,
+        None if all(matrix.radius is None for matrix in matrices) else torch.cat(radii, across),
         None if all(matrix.off is None for matrix in matrices) else torch.cat(off, across),
         None,
         tuple(matrices),
@@ -167,9 +167,9 @@ def _matrix(job: Job, settings: Settings) -> _Matrix | None:
     if job.grad.dtype != average.dtype:
         return None
     radius = None
-    if settings.fix_norm == "initial":
+    if "radius" in job.state:
         radius = job.state["radius"]
-        low, high = torch.stack(torch.aminmax(radius)).tolist()
+        low, high = torch.stack(torch.aminmax(radius.abs())).tolist()
         if not (low > ORDINARY[0] and high < ORDINARY[1]):
             return None
     # weights that nobody changed since the last turn are still balanced
@@ -213,10 +213,12 @@ def _place(weight: Tensor) -> tuple[object, ...]:
 
 
 def _off_balance(job: Job, settings: Settings) -> Tensor | None:
-    """Return a mask of the neurons that are not balanced; ``None`` if all are."""
-    radius = job.state["radius"] if settings.fix_norm == "initial" else 1.0
+    """Return a mask of the neurons that are not balanced, or zero; ``None`` if all are balanced."""
+    radius: rule.Number = job.state.get("radius", 1.0)
     distance = rule.distance(job.parameter, job.axes, fix_mean=settings.fix_mean, radius=radius)
-    off = ~(distance <= rule.rounding_error(job.parameter.dtype) * radius)
+    off = ~(distance <= rule.rounding_error(job.parameter.dtype) * rule.bound(radius))
+    if isinstance(radius, Tensor):  # the rule decides whether a gradient gives a zero neuron a direction
+        off |= (radius < 0) & (job.parameter.abs().amax(job.axes, keepdim=True) == 0)
     return off if bool(off.any()) else None
 
 
@@ -271,8 +273,9 @@ def _measure(matrices: Sequence[_Matrix], axis: int, step: float, settings: Sett
     before = _join([matrix.average for matrix in matrices], across)
     average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
     radius: Tensor | float = 1.0
-    if settings.fix_norm == "initial":
-        radius = _join([matrix.radius for matrix in matrices if matrix.radius is not None], across)
+    if any(matrix.radius is not None for matrix in matrices):
+        radii = [torch.ones_like(matrix.average) if matrix.radius is None else matrix.radius for matrix in matrices]
+        radius = _join(radii, across).abs()
     scale = radius if settings.scale is None else settings.scale
     correction = rule.bias_correction(step, settings.beta, length.dtype)
     factor = -float(settings.angle) * correction * scale / _bounded(average, length, correction, settings)
@@ -305,9 +308,13 @@ def _write(
     for weight, grad, by, radius in _pieces(across, matrix.weight, matrix.grad, factor, matrix.radius):
         weight.addcmul_(grad, by)
         if settings.fix_mean:
-            weight.sub_(_sum(weight, axis), alpha=1 / weight.shape[axis])
+            total = _sum(weight, axis)
+            weight.sub_(total if radius is None else total.mul_(radius > 0), alpha=1 / weight.shape[axis])
         stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
-        weight.mul_(stretch if radius is None else stretch.mul_(radius))
+        if radius is not None:
+            stretch.mul_(radius.abs())
+            stretch = torch.where(radius < 0, stretch.clamp_max(1), stretch)  # those that started at zero may be short
+        weight.mul_(stretch)
     if idle is not None and kept is not None:
         matrix.weight.index_copy_(across, idle, kept)
     if matrix.parts:

@@ -139,7 +139,7 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
         fix_mean=settings.fix_mean,
         fix_norm=bool(settings.fix_norm),
         scale=settings.scale,
-        radius=state["radius"] if settings.fix_norm == "initial" else 1.0,
+        radius=state.get("radius", 1.0),
     )
 
 

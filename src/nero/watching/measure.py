@@ -33,7 +33,8 @@ class Sample(NamedTuple):
         """The properties that samples must share to be measured together."""
         group, dtype = self.part.group, self.part.parameter.dtype
         constraints = (group["fix_mean"], self.fix_norm) if self.part.role.axes else (group["scale"],)
-        return (self.part.role.kind, self.rows.shape, self.rows.device, dtype, group["beta"], *constraints)
+        has_radius = "radius" in self.state
+        return (self.part.role.kind, self.rows.shape, self.rows.device, dtype, group["beta"], has_radius, *constraints)
 
     @property
     def fix_norm(self) -> FixNorm:
@@ -190,11 +191,14 @@ def _limits(
     near = 1 / length >= NEAR_LIMIT * limit
     # the distance to the neuron's projection, relative to its norm: first the mean, then the norm of the rest
     shift = unit.mean(2, keepdim=True) * math.sqrt(fan_in) if fix_mean else torch.zeros_like(peak)
+    has_radius = "radius" in batch[0].state
+    radius = _state_by_neuron(batch, "radius", neurons) if has_radius else torch.ones_like(peak)
+    # the mean of a neuron that started at zero is free, and its norm may be shorter
+    shift = torch.where(radius < 0, 0.0, shift)
     distance = shift.abs()
     if fix_norm:
-        radius = _state_by_neuron(batch, "radius", neurons) if fix_norm == "initial" else 1.0
-        centred = (1 - shift.square()).clamp_min(0).sqrt()
-        distance = torch.hypot(distance, centred - radius / (peak * length))
+        excess = (1 - shift.square()).clamp_min(0).sqrt() - radius.abs() / (peak * length)
+        distance = torch.hypot(distance, torch.where(radius < 0, excess.clamp_min(0), excess))
     rounding = rounding_error(dtype)
     is_free = not (fix_mean or fix_norm)
     return _share(near), _share(~(distance <= rounding) & ~((peak == 0) & is_free))

@@ -309,11 +309,14 @@ def _turn(sums, task, average, radius, correction, settings):
     fan_in, low, high = task.segments * task.run, settings.low, 1 / settings.low
     average = math.sqrt(settings.beta * average * average + (1 - settings.beta) * sums.gg)
     divisor = max(average, correction * settings.least * math.sqrt(sums.gg))
-    factor = settings.lr * (settings.scale if settings.scale != 0 else math.sqrt(sums.ww)) * correction / divisor
+    size = settings.scale if settings.scale != 0 else (math.sqrt(sums.ww) if radius > 0 else -radius)
+    factor = settings.lr * size * correction / divisor
     turned = sums.ww + factor * factor * sums.gg
-    mean = (sums.w - factor * sums.g) / fan_in if settings.fix_mean and fan_in != 2 else 0.0
+    mean = (sums.w - factor * sums.g) / fan_in if settings.fix_mean and fan_in != 2 and radius > 0 else 0.0
     left = turned - 2 * factor * sums.wg - fan_in * mean * mean
-    stretch = radius / math.sqrt(left) if settings.fix_norm else 1.0
+    stretch = abs(radius) / math.sqrt(left) if settings.fix_norm else 1.0
+    if radius < 0:  # the neuron started at zero: it may be short
+        stretch = min(stretch, 1.0)
     # every comparison is false for NaN
     ordinary = (
         min(sums.ww, sums.gg) > fan_in * low
@@ -343,8 +346,8 @@ def _turn_in_float64(task, neuron, correction, settings, like):
         return 0
     divisor = max(corrected, length * settings.least)
 
-    w = _gather(task, task.weight, start, like)
-    size = settings.scale if settings.scale != 0 else _norm(w)
+    w, radius = _gather(task, task.weight, start, like), _radius(task, neuron, like)
+    size = settings.scale if settings.scale != 0 else (_norm(w) if radius > 0 else -radius)
     reach = settings.lr * (size if size != 0 else SCALE_AT_ORIGIN)
     for i in range(fan_in):
         w[i] -= reach * (g[i] / divisor)
@@ -352,7 +355,7 @@ def _turn_in_float64(task, neuron, correction, settings, like):
     peak = _peak(w)
     if not 0 < peak <= settings.largest:
         return 0
-    fix_mean = settings.fix_mean and fan_in != 2
+    fix_mean = settings.fix_mean and fan_in != 2 and radius > 0
     stretch = 1.0
     if fix_mean or settings.fix_norm:
         w /= peak
@@ -367,7 +370,9 @@ def _turn_in_float64(task, neuron, correction, settings, like):
                 return 0
             square = left
         if settings.fix_norm:
-            stretch = _radius(task, neuron, like) / math.sqrt(square)
+            stretch = abs(radius) / math.sqrt(square)
+            if radius < 0:
+                stretch = min(stretch, peak)
         elif not peak < settings.largest / 2:
             return 0
     for segment in range(task.segments):

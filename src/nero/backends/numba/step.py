@@ -46,7 +46,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     """Step every job: ordinary CPU tensors by the loops, all others by foreach."""
     rest: list[Job] = []
     works = {torch.float32: Work(), torch.float64: Work()}
-    is_initial, is_scaled = settings.fix_norm == "initial", settings.scale is not None
+    is_scaled = settings.scale is not None
     for job in jobs:
         weight, grad, state, axes, pull = job
         work, stride = works.get(weight.dtype), weight.stride()
@@ -65,7 +65,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         if grad.dtype != weight.dtype or grad.stride() != stride or grad.is_neg():
             grad = torch.empty_strided(weight.shape, stride, dtype=weight.dtype).copy_(grad)
         size = 0  # the address of the radii of neurons, or of the scale of gains
-        if axes and is_initial:
+        if axes and "radius" in state:
             size = state["radius"].data_ptr()
         elif not axes and not is_scaled:
             size = state["scale"].data_ptr()

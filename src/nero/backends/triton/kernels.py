@@ -22,7 +22,7 @@ AVERAGE = tl.constexpr(1)
 STEP = tl.constexpr(2)
 SKIPPED = tl.constexpr(3)
 SCALE = tl.constexpr(4)  # of gains and biases; 0 for none
-RADIUS = tl.constexpr(5)  # 0 if the radius is one
+RADIUS = tl.constexpr(5)  # 0 if the radius is one; see nero.rule.turn for negative radii
 NEURONS = tl.constexpr(6)
 FAN_IN = tl.constexpr(7)
 INNER = tl.constexpr(8)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
@@ -151,6 +151,8 @@ def _solve(
     )
     moving = finite & (gg > 0) & (average > 0)
     size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), ORIGIN_SCALE)
+    if FIX_NORM >= 2 and not SCALED:
+        size = tl.where(radius < 0, -radius, size)
     divisor = tl.maximum(average.to(dtype), least * tl.sqrt(gg))
     f = tl.where(moving, rate * size / tl.where(moving, divisor, 1.0), 0.0)
     moving &= f != 0  # zero if lr is
@@ -158,15 +160,18 @@ def _solve(
     terms = ww + f * f * gg
     square = terms - 2 * f * wg
     if FIX_MEAN:
-        mean = tl.where(fan_in > 2, (w - f * g) / fan_in, 0.0)
+        mean = tl.where((fan_in > 2) & (radius > 0), (w - f * g) / fan_in, 0.0)
     else:
         mean = tl.zeros_like(f)
     left = square - fan_in * mean * mean
     moving &= left > ROUNDING_LEFT * terms
     if FIX_MEAN:
         moving &= left > NO_DIRECTION * square
-    if FIX_NORM:
+    if FIX_NORM == 1:
         stretch = radius / tl.sqrt(tl.where(moving, left, 1.0))
+    elif FIX_NORM == 2:
+        stretch = tl.abs(radius) / tl.sqrt(tl.where(moving, left, 1.0))
+        stretch = tl.where(radius < 0, tl.minimum(stretch, 1.0), stretch)
     else:
         moving &= tl.sqrt(square) < MAX_FLOAT32 / 2
         stretch = tl.zeros_like(f) + 1.0
@@ -209,7 +214,7 @@ def _turn_tile(
     beta = _float(record, BETA)
     one_minus_beta = _float(record, ONE_MINUS_BETA)
     radius = tl.full([ROWS], 1.0, tl.float32)
-    if FIX_NORM == 2:
+    if FIX_NORM >= 2:
         radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, inside, 1)
 
     square = tl.sum(g * g, 1)
@@ -415,7 +420,7 @@ def turn(
         sum_wg += tl.load(of + 4, inside, 0)
         old_average += tl.load(of + 5, inside, 0)
     radius = tl.full([BN], 1.0, tl.float32)
-    if FIX_NORM == 2:
+    if FIX_NORM >= 2:
         radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, inside, 1)
     average, f, mean, stretch, moving, finite, _ = _solve(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, _float(record, BETA),

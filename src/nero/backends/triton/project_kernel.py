@@ -28,21 +28,25 @@ def project(
     square = tl.sum(unit * unit, 0)
     size = tl.sqrt_rn(tl.where(possible, square, 1.0))  # of the whole neuron, in units of the peak
     drift = square * 0.0  # the square of the distance to zero mean, in the same units
+    if RADII:
+        radius = tl.load(radii + i)
     if FIX_MEAN:
-        mean = tl.sum(unit, 0) / fan_in
+        mean = tl.where(radius > 0, tl.sum(unit, 0) / fan_in, 0.0)  # neurons that started at zero keep their mean
         drift = fan_in * mean * mean
         unit = tl.where(inside, unit - mean, 0.0)
-        unit = tl.where(inside, unit - tl.sum(unit, 0) / fan_in, 0.0)  # exact for nearly constant neurons too
+        rest = tl.where(radius > 0, tl.sum(unit, 0) / fan_in, 0.0)  # exact for nearly constant neurons too
+        unit = tl.where(inside, unit - rest, 0.0)
         left = tl.sum(unit * unit, 0)
         possible = possible & (left > NO_DIRECTION * square)
         square = left
     norm = tl.sqrt_rn(tl.where(possible, square, 1.0))
     if FIX_NORM:
-        if RADII:
-            radius = tl.load(radii + i)
-        scale = tl.minimum(peak / radius, 1e18)  # not infinite: it is multiplied by zero where there is no drift
-        off = (norm * scale - 1) * (norm * scale - 1) + drift * scale * scale
-        unit *= radius / norm
+        bound = tl.abs(radius)
+        scale = tl.minimum(peak / bound, 1e18)  # not infinite: it is multiplied by zero where there is no drift
+        is_short = (radius < 0) & (norm * peak < bound)  # as a neuron may be that started at zero
+        excess = tl.where(is_short, 0.0, norm * scale - 1)
+        off = excess * excess + drift * scale * scale
+        unit *= tl.where(is_short, peak, bound / norm)
     else:
         possible = possible & (peak < MAX_FLOAT32 / 2)
         off = drift / (size * size)

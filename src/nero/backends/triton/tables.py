@@ -48,7 +48,10 @@ class Split(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The properties that tensors must share to be in one launch."""
+    """The properties that tensors must share to be in one launch.
+
+    ``fix_norm`` is 0 for free norms and 1 for norms of one; where neurons have radii, 2 for fixed and 3 for free norms.
+    """
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -166,7 +169,7 @@ def _kind(line: Line) -> Kind:
         tile,
         split,
         settings.fix_mean,
-        2 if settings.fix_norm == "initial" else int(bool(settings.fix_norm)),
+        (2 if settings.fix_norm else 3) if "radius" in job.state else int(bool(settings.fix_norm)),
         settings.scale is not None,
     )
 

@@ -1,0 +1,1 @@
+"""The study of parameters that start at zero or near it."""

@@ -1,0 +1,190 @@
+"""Neurons and gains that start at zero, and networks that start pretrained."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import fill_grads
+
+import nero
+from nero import regrowth
+
+
+class Adapted(nn.Module):
+    """A frozen layer with LoRA's adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 5).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 5, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + self.up(self.down(inputs))
+
+
+def adapt(model: nn.Module, optimiser: torch.optim.Optimizer, steps: int, seed: int = 0) -> list[float]:
+    """Train towards a linear function; return the losses."""
+    generator, losses = torch.Generator().manual_seed(seed), []
+    target = torch.linspace(-1, 1, 30).view(6, 5)
+    for _ in range(steps):
+        inputs = torch.randn(32, 6, generator=generator)
+        optimiser.zero_grad()
+        loss = (model(inputs.to(model.base.weight.dtype)).float() - inputs @ target).square().mean()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"pretrained": True}, {"fix_norm": False}], ids=str)
+def test_zero_neurons_grow_by_the_angle_each_step(options: dict[str, bool]):
+    torch.manual_seed(0)
+    model = Adapted()
+    optimiser = nero.Nero(model, lr=0.01, **options)
+    sizes = []
+    for _ in range(20):
+        before = model.up.weight.detach().clone()
+        adapt(model, optimiser, 1)
+        moved = (model.up.weight.detach() - before).norm(dim=1)
+        assert (moved > 0).all()
+        assert moved.max() < 0.015, "about the angle, relative to one"
+        sizes.append(model.up.weight.norm(dim=1).mean().item())
+    assert 0 < sizes[0] < 0.0101
+    assert sizes[0] < sizes[5] < sizes[19] < 0.3
+
+
+def test_growing_neuron_stops_at_norm_one_and_can_shrink():
+    weight = nn.Parameter(torch.zeros(2, 4))
+    optimiser = nero.Nero([weight], lr=0.1)
+    pull = torch.tensor([[1.0, 1, 1, 2], [1, -1, 2, 0]])
+    for _ in range(20):
+        weight.grad = -pull
+        optimiser.step()
+    torch.testing.assert_close(weight.detach(), pull / pull.norm(dim=1, keepdim=True))
+    weight.grad = pull.clone()
+    optimiser.step()
+    torch.testing.assert_close(weight.norm(dim=1).detach(), torch.full((2,), 0.9))
+
+
+def test_loss_scale_does_not_change_how_zero_neurons_grow():
+    found = []
+    for factor in (1e-20, 1.0, 1e20):
+        weight = nn.Parameter(torch.zeros(3, 8))
+        optimiser = nero.Nero([weight])
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            weight.grad = factor * torch.randn(3, 8, generator=generator)
+            optimiser.step()
+        found.append(weight.detach())
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[2], found[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fix_norm": "initial"}], ids=str)
+@pytest.mark.parametrize("order", ["model first", "optimiser first", "model last"])
+def test_grown_neurons_resume_bit_for_bit(order: str, options: dict[str, object], dtype: torch.dtype, backend: str):
+    torch.manual_seed(0)
+    fresh = Adapted().to(dtype)
+    model = copy.deepcopy(fresh)
+    optimiser = nero.Nero(model, backend=backend, **options)
+    adapt(model, optimiser, 5)
+    saved = copy.deepcopy((model.state_dict(), optimiser.state_dict()))
+    adapt(model, optimiser, 3, seed=1)
+
+    resumed = copy.deepcopy(fresh)
+    if order == "model first":
+        resumed.load_state_dict(saved[0])
+    other = nero.Nero(resumed, backend=backend, **options)
+    if order == "optimiser first":
+        resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    if order == "model last":
+        resumed.load_state_dict(saved[0])
+    adapt(resumed, other, 3, seed=1)
+    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+
+
+def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 20)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    nn.init.zeros_(model[1].weight)
+    assert not nero.Nero(model)._copies, "nothing that Nero has trained"
+    optimiser = nero.Nero(model, lr=0.1)
+    fill_grads(model, 0)
+    optimiser.step()
+    assert [copied.parameter is model[1].weight for copied in nero.Nero(model)._copies] == [True]
+
+
+def test_gain_near_zero_opens_and_bias_keeps_its_scale():
+    norm = nn.LayerNorm(4)
+    with torch.no_grad():
+        norm.weight.fill_(1e-6)
+    optimiser = nero.Nero(norm, lr=0.01)
+    norm.weight.grad, norm.bias.grad = -torch.ones(4), -torch.ones(4)
+    optimiser.step()
+    torch.testing.assert_close(norm.weight.detach(), torch.full((4,), 0.010001))
+    torch.testing.assert_close(norm.bias.detach(), torch.full((4,), 0.0001))
+
+
+def test_pretrained_keeps_the_function_and_explicit_options_win():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(5, 6)
+    said = model(inputs).detach()
+    optimiser = nero.Nero(model, pretrained=True)
+    torch.testing.assert_close(model(inputs), said)
+    assert {(group["fix_mean"], group["fix_norm"]) for group in optimiser.param_groups} == {(False, "initial")}
+    optimiser = nero.Nero(model, pretrained=True, fix_mean=True, fix_norm=False)
+    assert {(group["fix_mean"], group["fix_norm"]) for group in optimiser.param_groups} == {(True, False)}
+
+
+def loaded_by_transformers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].weight._is_hf_initialized = True
+    return model
+
+
+def loaded_adapter() -> nn.Module:
+    return nn.ModuleDict({"lora_A": nn.Linear(6, 3, bias=False), "lora_B": nn.Linear(3, 5, bias=False)})
+
+
+@pytest.mark.parametrize("make", [loaded_by_transformers, loaded_adapter])
+def test_model_that_looks_pretrained_warns_before_balancing(make: type[nn.Module]):
+    with pytest.warns(UserWarning, match="pretrained=True") as found:
+        nero.Nero(make())
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nero.Nero(make(), pretrained=False)
+        nero.Nero(make(), pretrained=True)
+        nero.Nero(nero.balance_(make()))
+        nero.Nero(Adapted())
+
+
+def test_transformers_marks_what_it_loads(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    nero.Nero(copy.deepcopy(model))
+    with pytest.warns(UserWarning, match="pretrained=True"):
+        nero.Nero(transformers.LlamaForCausalLM.from_pretrained(tmp_path))
+
+
+def test_unfreezing_warns_once_where_it_changes_the_function():
+    model = nn.Sequential(nn.Linear(6, 8).requires_grad_(False), nn.Linear(8, 2))
+    for choice in (False, True, None):
+        network = copy.deepcopy(model)
+        optimiser = nero.Nero(network, pretrained=choice)
+        network[0].requires_grad_(True)
+        fill_grads(network, 0)
+        if choice is None:
+            with pytest.warns(UserWarning, match="unfrozen.*pretrained=True") as found:
+                optimiser.step()
+            assert found[0].filename == __file__
+        optimiser.step()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.groups import name_of, role_in
+from nero.groups import name_of, own_rate, role_in
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
 from nero.rule import statistics_dtype
@@ -22,7 +22,8 @@ def groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict
         depth = saved.get("depth", 1.0)
         if depth == "auto" and own["depth"] != 1:
             depth = own["depth"]
-        merged.append({**saved, **{key: own[key] for key in own_keys}, "depth": depth})
+        lr = own_rate(saved["lr"])  # an older checkpoint has one tensor for all groups
+        merged.append({**saved, **{key: own[key] for key in own_keys}, "depth": depth, "lr": lr})
     return merged
 
 
@@ -78,6 +79,12 @@ def _checked_groups(
             f"the checkpoint has groups of {sizes} parameters, this optimiser of {own_sizes}: it is of another model, "
             "or the groups were made in another way"
         )
+    for number, group in enumerate(saved_groups):
+        if "param_names" in group and len(group["param_names"]) != len(group["params"]):
+            raise ValueError(
+                f"group {number} of the checkpoint has {len(group['params'])} parameters, but "
+                f"{len(group['param_names'])} names in 'param_names': give each a name, or remove 'param_names'"
+            )
     return saved_groups, saved_state
 
 

@@ -192,7 +192,7 @@ class Nero(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = self._depth_counter.run(closure)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             self._check_changes()

@@ -93,7 +93,7 @@ def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in FOREIGN_OPTIONS and not _asks_for_nothing(value):
             raise TypeError(f"{name}={value!r} of {where}: {FOREIGN_OPTIONS[name]}")
         if name not in OPTIONS and name not in OTHER_KEYS and name not in FOREIGN_OPTIONS:
-            from difflib import get_close_matches  # slow to import
+            from difflib import get_close_matches  # for this message alone
 
             close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), OPTIONS, 1)
             hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(OPTIONS)}"

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
 from nero import backends
-from nero.options import FixNorm
+from nero.options import FixNorm, check_option
 from nero.parameters import can_read, check_memory, check_real
 from nero.roles import Role, roles_of
 from nero.rounding import rounded
@@ -155,8 +155,8 @@ def balance_after_step(
         >>> is_balanced(model)
         True
     """
-    if fix_norm not in (True, False, "initial"):
-        raise ValueError(f"fix_norm must be True, False or 'initial', got {fix_norm!r}")
+    check_option("fix_mean", fix_mean)
+    check_option("fix_norm", fix_norm)
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
         raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, got {optimiser!r}")
     neurons = [

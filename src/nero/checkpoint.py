@@ -7,22 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.groups import name_of, role_in
+from nero.groups import name_of, own_rate, role_in
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
 from nero.rule import statistics_dtype
 from nero.state import state_shape
 
+#: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
+
 
 def groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge saved groups with the optimiser's own: its backend and roles stay, and so does a depth already counted."""
-    own_keys = ("backend", "role", "fan_in_axes", "fan_in_groups")
+    """Merge saved groups with the optimiser's own: its backend, roles and names stay, and a depth already counted."""
+    own_keys = ("backend", "role", "fan_in_axes", "fan_in_groups", "param_names")
     merged = []
     for saved, own in zip(saved_groups, groups, strict=True):
         depth = saved.get("depth", 1.0)
         if depth == "auto" and own["depth"] != 1:
             depth = own["depth"]
-        merged.append({**saved, **{key: own[key] for key in own_keys}, "depth": depth})
+        lr = own_rate(saved["lr"])  # an older checkpoint has one tensor for all groups
+        merged.append({**saved, **{key: own[key] for key in own_keys if key in own}, "depth": depth, "lr": lr})
     return merged
 
 
@@ -51,7 +55,7 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
         for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
             name = name_of(groups, own, index)
             saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
-            if "param_names" in own and saved_name != name:
+            if "param_names" in own and _without_wrappers(saved_name) != _without_wrappers(name):
                 raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
             role, saved_role = role_in(own, parameter), role_in(saved, parameter)
             if saved_role != role:
@@ -62,6 +66,11 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
             if saved_state.get(key, {}) != {}:  # empty if someone read the state of a frozen parameter
                 loaded[parameter] = _loaded_entry(name, parameter, role, saved_state[key])
     return loaded
+
+
+def _without_wrappers(name: str) -> str:
+    """Return a parameter's name as in the plain model, so that a run may resume compiled, or no longer so."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _checked_groups(
@@ -78,6 +87,12 @@ def _checked_groups(
             f"the checkpoint has groups of {sizes} parameters, this optimiser of {own_sizes}: it is of another model, "
             "or the groups were made in another way"
         )
+    for number, group in enumerate(saved_groups):
+        if "param_names" in group and len(group["param_names"]) != len(group["params"]):
+            raise ValueError(
+                f"group {number} of the checkpoint has {len(group['params'])} parameters, but "
+                f"{len(group['param_names'])} names in 'param_names': give each a name, or remove 'param_names'"
+            )
     return saved_groups, saved_state
 
 

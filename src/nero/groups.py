@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from nero.options import own_options
 from nero.roles import Override, Role, role_from_shape, roles_of
 
 
@@ -25,13 +26,17 @@ def param_groups(
     Args:
         model: any module; see :func:`nero.roles_of`.
         overrides: roles by name or pattern; see :func:`nero.roles_of`.
-        options: options for all of these groups, such as ``lr``.
+        options: options for all of these groups, such as ``lr``. Each group gets its own copy of a tensor ``lr``.
+
+    Raises:
+        TypeError: if ``model`` is not a module, or an option is unknown.
 
     Example:
         >>> groups = param_groups(nn.Linear(8, 4), lr=0.02)
         >>> [(group["role"], group["fan_in_axes"], group["lr"]) for group in groups]
         [('neuron', (1,), 0.02), ('bias', (), 0.02)]
     """
+    options = own_options(options, "nero.param_groups")
     groups: dict[Role, dict[str, Any]] = {}
     parameters = dict(model.named_parameters())
     for name, role in roles_of(model, overrides).items():
@@ -43,10 +48,26 @@ def param_groups(
                 "fan_in_axes": role.fan_in_axes,
                 "fan_in_groups": role.fan_in_groups,
                 **options,
+                **({"lr": own_rate(options["lr"])} if "lr" in options else {}),
             },
         )
         group["params"].append((name, parameters[name]))
     return list(groups.values())
+
+
+def own_rate(lr: Any) -> Any:
+    """Copy a learning rate that is a tensor: schedulers change the tensor of each group in turn."""
+    return lr.detach().clone() if isinstance(lr, Tensor) else lr
+
+
+def check_params(params: object) -> None:
+    """Raise if an optimiser was given a class, a method or a single group instead of parameters."""
+    if isinstance(params, dict):
+        raise TypeError(
+            "expected a module, parameters or a list of groups, got a dict: put it into a list, as in [group]"
+        )
+    if callable(params) and not isinstance(params, nn.Module | Tensor):
+        raise TypeError(f"expected a module or parameters, got {params!r}: call it first, as in model.parameters()")
 
 
 def role_in(group: Mapping[str, Any], parameter: Tensor) -> Role:
@@ -80,18 +101,24 @@ def parts_of(groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, Role]) -> 
             yield Part(name, parameter, roles.get(parameter) or role_in(group, parameter), group)
 
 
-def matched(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Name the parameters of a new group if the others have names, and not if they have none, as torch demands."""
-    if isinstance(group, dict) and "params" not in group:
+def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) -> dict[str, Any]:
+    """Give a new group its own learning rate, and names like those of the other groups; raise for unknown options.
+
+    Torch demands that the parameters of all groups have names, or of none.
+    """
+    if not isinstance(group, dict):
+        raise TypeError(f"a parameter group must be a dict, like {{'params': [...]}}, got {group!r}")
+    if "params" not in group:
         raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
-    if not isinstance(group, dict) or isinstance(group["params"], set) or not groups:
-        return group  # torch raises for the first two
-    params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    own = {"lr": own_rate(lr), **own_options(group, "a parameter group")}
+    if isinstance(own["params"], set) or not groups:
+        return own  # torch raises for a set
+    params = [own["params"]] if isinstance(own["params"], Tensor) else list(own["params"])
     if "param_names" not in groups[0]:
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
-    elif "param_names" not in group and not any(isinstance(entry, tuple) for entry in params):
+    elif "param_names" not in own and not any(isinstance(entry, tuple) for entry in params):
         params = [(f"group{len(groups)}.{index}", entry) for index, entry in enumerate(params)]
-    return {**group, "params": params}
+    return {**own, "params": params}
 
 
 def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: Mapping[Tensor, Role]) -> None:

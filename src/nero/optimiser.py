@@ -3,7 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import itemgetter
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, state_to_load
-from nero.groups import Part, check_roles, matched, name_of, param_groups, parts_of, role_in
+from nero.groups import Part, check_params, check_roles, matched, name_of, param_groups, parts_of, role_in
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -22,6 +23,7 @@ from nero.options import (
     Rounding,
     check_lr,
     check_options,
+    own_options,
 )
 from nero.parameters import check_gradient, check_parameter, check_trainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_unfrozen
@@ -53,8 +55,8 @@ class Nero(torch.optim.Optimizer):
         params: a module, whose layers tell the role of each parameter; or, as for any optimiser of torch,
             parameters, named parameters or groups, whose shapes tell it.
         lr: η, the angle in radians through which a neuron turns in a step: a float, or a tensor of one element, which
-            lets ``torch.compile`` and CUDA graphs change it. All groups share a tensor. ``"auto"`` stands for
-            ``lr=0.1, depth="auto", longest_step=3``, a smaller angle for a deeper module.
+            lets ``torch.compile`` and CUDA graphs change it. Each group has its own copy of a tensor, ``group["lr"]``.
+            ``"auto"`` stands for ``lr=0.1, depth="auto", longest_step=3``, a smaller angle for a deeper module.
         beta: β, the share of the running average that a step keeps.
         longest_step: the longest step, as a multiple of the angle ``lr / depth``. The paper has no bound, which is
             ``math.inf``: a gradient far above its running average then turns a neuron by up to 32 times the angle.
@@ -80,6 +82,7 @@ class Nero(torch.optim.Optimizer):
         pretrained: keep the weights that the model comes with, and only turn them: ``fix_norm="initial"`` and
             ``fix_mean=False``. ``False`` balances them. ``None`` does so too, with a warning if the model looks
             pretrained, or if parameters are unfrozen later.
+        others: options of other optimisers that ask for nothing, such as ``weight_decay=0``; they are dropped.
 
     Every option can be given for a group alone. A group can also have ``role`` (``"neuron"``, ``"gain"``, ``"bias"``,
     or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``, as :func:`nero.param_groups` sets them.
@@ -99,9 +102,9 @@ class Nero(torch.optim.Optimizer):
 
     _plan: backends.Plan | None
     _depth_counter: DepthCounter
-    _options: list[tuple[Any, ...]]
     _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
     _pretrained: bool | None
+    _options: list[Any]
 
     def __init__(
         self,
@@ -120,7 +123,15 @@ class Nero(torch.optim.Optimizer):
         depth: float | Literal["auto"] | None = None,
         backend: Backend = "auto",
         pretrained: bool | None = None,
+        **others: Any,
     ) -> None:
+        check_params(params)
+        if of_groups := own_options(others, "nero.Nero"):
+            raise TypeError(
+                f"{min(of_groups)!r} is for groups: nero.Nero([{{'params': ..., {min(of_groups)!r}: ...}}])"
+            )
+        if pretrained not in (None, True, False):
+            raise ValueError(f"pretrained must be True, False or None, got {pretrained!r}")
         is_auto = isinstance(lr, str) and lr == "auto"
         if is_auto:
             from nero.auto.depth import LONGEST_STEP, TRUST
@@ -195,7 +206,7 @@ class Nero(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                loss = self._depth_counter.run(closure)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
             self._check_changes()
@@ -319,14 +330,15 @@ class Nero(torch.optim.Optimizer):
 
     def _check_changes(self) -> None:
         """Validate options that were set on groups since the last step."""
-        options = list(map(_options_but_lr, self.param_groups))
-        if options != self._options:
+        options = list(chain.from_iterable(map(_options_but_lr, self.param_groups)))
+        # by identity: 1 equals True, but is not a valid option
+        if len(options) != len(self._options) or not all(map(is_, options, self._options)):
             for group in self.param_groups:
                 check_options(group, wait=False)
                 check_roles(self.param_groups, group, self._roles)
                 if group["params"]:
                     backends.check_backend(group["backend"], name_of(self.param_groups, group, 0))
-            if self._plan is not None:
+            if self._plan is not None and options != self._options:
                 self._plan.retire()
             self._options = options
         for group in self.param_groups:
@@ -339,8 +351,8 @@ class Nero(torch.optim.Optimizer):
         is_counted = self.defaults["depth"] == "auto"
         try:
             for given in groups:
-                group = matched(given, self.param_groups)
-                if is_counted and self.param_groups and isinstance(group, dict):
+                group = matched(given, self.param_groups, self.defaults["lr"])
+                if is_counted and self.param_groups:
                     group = {"depth": self.param_groups[0]["depth"], **group}
                 super().add_param_group(group)
                 group = self.param_groups[-1]

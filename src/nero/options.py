@@ -63,13 +63,60 @@ OPTIONS: dict[str, Option] = {
 #: Options that earlier checkpoints lack; they load with the default.
 MISSING_IN_OLD_CHECKPOINTS = ("longest_step", "depth")
 
+#: Options of other optimisers, and what to do with Nero instead. They are dropped where they ask for nothing: 0, False
+#: or None.
+FOREIGN_OPTIONS: dict[str, str] = {
+    "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
+    "decoupled_weight_decay": "Nero has no weight decay: leave it out",
+    "betas": "Nero has no momentum: give the second of betas alone, as in beta=0.999",
+    "beta1": "Nero has no momentum: leave it out",
+    "momentum": "Nero has no momentum: leave it out",
+    "dampening": "Nero has no momentum: leave it out",
+    "nesterov": "Nero has no momentum: leave it out",
+    "eps": "Nero has no epsilon, since it is scale-free: leave it out",
+    "amsgrad": "Nero has no maximum of its averages: leave it out",
+    "foreach": "leave it out, since backend='auto' takes the fastest; or give backend='foreach'",
+    "fused": "leave it out, since backend='auto' takes a fused step where there is one",
+    "capturable": "leave it out, since a step of Nero can always be captured in a CUDA graph",
+    "differentiable": "a step of Nero cannot be differentiated: leave it out",
+}
+#: Keys that a group may have besides options: torch's own, and those of schedulers and other tools.
+OTHER_KEYS = frozenset(
+    {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+    | {"lr_scale", "lr_mult"}
+)
+
+
+def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the options without those of other optimisers that ask for nothing; raise for unknown ones."""
+    for name, value in given.items():
+        if name in FOREIGN_OPTIONS and not _asks_for_nothing(value):
+            raise TypeError(f"{name}={value!r} of {where}: {FOREIGN_OPTIONS[name]}")
+        if name not in OPTIONS and name not in OTHER_KEYS and name not in FOREIGN_OPTIONS:
+            from difflib import get_close_matches  # for this message alone
+
+            close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), OPTIONS, 1)
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(OPTIONS)}"
+            raise TypeError(f"unknown option {name!r} of {where}; {hint}")
+    return {name: value for name, value in given.items() if name not in FOREIGN_OPTIONS}
+
+
+def _asks_for_nothing(value: object) -> bool:
+    return value is None or value is False or as_float(value) == 0
+
 
 def check_options(options: Mapping[str, Any], *, wait: bool = True) -> None:
     """Raise if an option of a group is invalid. Without ``wait``, an accelerator's values are not read."""
     check_lr(options["lr"], wait=wait)
-    for name, option in OPTIONS.items():
-        if name != "lr" and not option.accepts(options[name]):
-            raise ValueError(f"{name} must be {option.expected}, got {options[name]!r}")
+    for name in OPTIONS:
+        if name != "lr":
+            check_option(name, options[name])
+
+
+def check_option(name: str, value: object) -> None:
+    """Raise if the value of an option is invalid."""
+    if not OPTIONS[name].accepts(value):
+        raise ValueError(f"{name} must be {OPTIONS[name].expected}, got {value!r}")
 
 
 def check_lr(lr: object, *, wait: bool = True) -> None:

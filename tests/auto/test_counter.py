@@ -143,9 +143,7 @@ def test_group_of_another_model_needs_its_own_count():
     optimiser = nero.Nero(model, lr="auto")
     optimiser.add_param_group({"params": other})
     (model(X).sum() + other(X).sum()).backward()
-    with pytest.raises(
-        RuntimeError, match=r"call optimiser\.count_depth\(model\) first .* parameters of another model"
-    ):
+    with pytest.raises(RuntimeError, match=r"call optimiser\.count_depth\(model\) .* parameters of another model"):
         optimiser.step()
     optimiser.count_depth(other)
     other(X)
@@ -272,11 +270,8 @@ def test_depth_counted_as_the_error_advises_equals_auto():
     with pytest.raises(RuntimeError, match="not known yet") as caught:
         optimiser.step()
     encoder(inputs)
-    advice = re.search(
-        r"depth=(nero\.depth_of\(.*?inputs\)) with lr=([\d.]+) and longest_step=(\d+)", str(caught.value)
-    )
-    depth = eval(advice[1], {"nero": nero, "model": twin, "inputs": inputs})
-    advised = nero.Nero(twin, lr=float(advice[2]), longest_step=float(advice[3]), depth=depth)
+    advice = re.search(r"nero\.Nero\(.*\)$", str(caught.value))[0]
+    advised = eval(advice, {"nero": nero, "model": twin, "inputs": inputs})
     for one, other in zip(optimiser.param_groups, advised.param_groups, strict=True):
         assert {key: one[key] for key in ("lr", "longest_step")} == {key: other[key] for key in ("lr", "longest_step")}
         assert one["depth"] == pytest.approx(other["depth"])

@@ -253,6 +253,11 @@ def _without_option(saved: dict) -> dict:
     return saved
 
 
+def _with_few_names(saved: dict) -> dict:
+    saved["param_groups"][1]["param_names"].pop()
+    return saved
+
+
 def _with_bad_option(saved: dict) -> dict:
     saved["param_groups"][1]["beta"] = 7.0
     return saved
@@ -288,6 +293,7 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
         (lambda: _checkpoint(MODEL(), torch.optim.Adam), "another model, or the groups"),
         (lambda: _without_option(_checkpoint(MODEL())), r"lacks the options \['beta'\]"),
         (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
+        (lambda: _with_few_names(_checkpoint(MODEL())), "2 parameters, but 1 names"),
         (lambda: _without_average(_checkpoint(MODEL())), "grad_norm.*another optimiser"),
         (lambda: _with_short_average(_checkpoint(MODEL())), r"grad_norm of 1\.bias has the shape \(1,\)"),
         (lambda: _with_short_average(_checkpoint(MODEL())) | {"state": {0: None}}, "has None, but .* are needed"),
@@ -312,6 +318,18 @@ def test_load_of_checkpoint_that_does_not_fit_raises(saved, message: str):
     assert after["param_groups"] == before["param_groups"], "nothing half-loaded"
     for key, entry in after["state"].items():
         assert all(torch.equal(entry[name], before["state"][key][name]) for name in entry)
+
+
+def test_checkpoint_with_keys_of_other_tools_loads():
+    model = MODEL()
+    saved = _checkpoint(model)
+    for group in saved["param_groups"]:
+        group.update(weight_decay=0.1, tag="head", initial_lr=0.5)
+    optimiser = nero.Nero(model)
+    optimiser.load_state_dict(saved)
+    assert [group["tag"] for group in optimiser.param_groups] == ["head", "head"]
+    model(torch.randn(2, 4)).sum().backward()
+    optimiser.step()
 
 
 def test_load_of_adam_state_in_equal_groups_raises():

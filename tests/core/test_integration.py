@@ -73,25 +73,46 @@ def test_tensor_lr_equals_float_lr(backend: str):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
 
 
-def test_tensor_lr_is_shared_unless_cloned_per_group():
-    """Groups share a tensor lr, as in torch. Code that multiplies it group by group needs a clone per group."""
-    given = torch.tensor(0.01)
-    optimiser = nero.Nero(network(), lr=given)
-    assert len(optimiser.param_groups) == 4
-    given.fill_(0.02)
-    loaded = nero.Nero(network(), lr=given)
-    loaded.load_state_dict(optimiser.state_dict())
-    for each in (optimiser, loaded):
-        assert [float(group["lr"]) for group in each.param_groups] == pytest.approx([0.02] * 4)
-    for group in optimiser.param_groups:
-        group["lr"] = group["lr"].clone()
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimiser, factor=0.1, patience=0)
-    for loss in (1.0, 2.0):
-        scheduler.step(loss)
-    for group in optimiser.param_groups:
-        group["lr"] *= 0.5
-    assert [float(group["lr"]) for group in optimiser.param_groups] == pytest.approx([0.001] * 4)
-    assert float(given) == pytest.approx(0.02)
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("how", ["default", "param_groups"])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_scheduler_changes_tensor_lr_like_a_float(make, how: str):
+    """Each group has a tensor of its own, so a rate is changed once per step and not once per group."""
+    sequences = []
+    for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
+        model = network()
+        made = nero.Nero(model, lr=lr) if how == "default" else nero.Nero(nero.param_groups(model, lr=lr))
+        optimiser = nero.Nero(network(), lr=lr)
+        optimiser.load_state_dict(made.state_dict())
+        assert len(optimiser.param_groups) == 4
+        rates = []
+        for each in (made, optimiser):
+            scheduler = make(each)
+            for step in range(7):
+                rates += [float(group["lr"]) for group in each.param_groups]
+                scheduler.step(*([1.0 + step] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        assert float(lr) == 0.01
+        sequences.append(rates)
+    assert sequences[0] == pytest.approx(sequences[1])
+
+
+def test_tensor_lr_of_older_checkpoint_is_separated():
+    """In 0.1.0 all groups shared a tensor, and a checkpoint keeps that."""
+    model = network()
+    saved, rate = nero.Nero(model, lr=torch.tensor(0.01)).state_dict(), torch.tensor(0.02)
+    for group in saved["param_groups"]:
+        group["lr"] = rate
+    optimiser = nero.Nero(model)
+    optimiser.load_state_dict(saved)
+    optimiser.add_param_group({"params": nn.Linear(2, 2), "lr": rate})
+    assert len({id(group["lr"]) for group in optimiser.param_groups} | {id(rate)}) == len(optimiser.param_groups) + 1
+    assert [float(group["lr"]) for group in optimiser.param_groups] == pytest.approx([0.02] * 6)
+
+
+def test_tensor_lr_of_a_group_is_kept():
+    rate = torch.tensor(0.01)
+    optimiser = nero.Nero([{"params": nn.Linear(3, 2).parameters(), "lr": rate}])
+    assert optimiser.param_groups[0]["lr"] is rate
 
 
 def test_grad_scaler_does_not_change_the_steps():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero.options import OPTIONS
+from nero.options import FOREIGN_OPTIONS, OPTIONS, OTHER_KEYS
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,118 @@ def test_params_of_wrong_type_raises(params):
         nero.Nero(params)
 
 
+def call_with(where: str, options: dict) -> nero.Nero:
+    """Give options to the constructor, to a group or to param_groups."""
+    layer = nn.Linear(3, 2)
+    if where == "constructor":
+        return nero.Nero(layer, **options)
+    if where == "param_groups":
+        return nero.Nero(nero.param_groups(layer, **options))
+    if where == "group":
+        return nero.Nero([{"params": layer.parameters(), **options}])
+    optimiser = nero.Nero(nn.Linear(3, 2))
+    optimiser.add_param_group({"params": layer if where == "added module" else layer.parameters(), **options})
+    return optimiser
+
+
+PLACES = ["constructor", "param_groups", "group", "added", "added module"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_foreign_option_that_asks_for_nothing_is_dropped(where: str):
+    nothing = {"weight_decay": 0, "momentum": 0.0, "foreach": None, "fused": False, "capturable": False}
+    nothing |= {"amsgrad": False, "differentiable": False, "nesterov": False, "decoupled_weight_decay": False}
+    optimiser = call_with(where, nothing)
+    assert not any(set(options) & set(nothing) for options in (optimiser.defaults, *optimiser.param_groups))
+    assert call_with(where, {"weight_decay": torch.tensor(0.0)}).param_groups
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay": 0.1}, "weight_decay=0.1 .*leave it out"),
+        ({"betas": (0.9, 0.999)}, r"no momentum.*beta=0\.999"),
+        ({"eps": 1e-8}, "scale-free"),
+        ({"momentum": 0.9}, "no momentum"),
+        ({"foreach": True}, "backend='foreach'"),
+        ({"capturable": True}, "CUDA graph"),
+        ({"fix_nrom": False}, r"unknown option 'fix_nrom' of .*did you mean fix_norm\?"),
+        ({"learning_rate": 0.1}, r"did you mean lr\?"),
+        ({"use_muon": True}, "unknown option 'use_muon' .* the options are lr, beta"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_foreign_or_unknown_option_raises_with_hint(options: dict, message: str, where: str):
+    with pytest.raises(TypeError, match=message):
+        call_with(where, options)
+
+
+def test_every_option_of_adamw_and_sgd_has_a_hint():
+    """Groups taken over from these optimisers meet no unknown option."""
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        keys = set(kind([nn.Parameter(torch.ones(2))], lr=0.1).param_groups[0])
+        assert keys <= set(OPTIONS) | OTHER_KEYS | set(FOREIGN_OPTIONS)
+
+
+def test_keys_that_schedulers_write_are_allowed():
+    layer = nn.Linear(3, 2)
+    first = nero.Nero(layer)
+    for make in (
+        lambda: torch.optim.lr_scheduler.CyclicLR(first, 0.001, 0.1, cycle_momentum=False),
+        lambda: torch.optim.lr_scheduler.OneCycleLR(first, 0.1, 10, cycle_momentum=False),
+        lambda: torch.optim.swa_utils.SWALR(first, 0.05),
+    ):
+        make()
+    groups = [{**group, "name": "layer", "lr_scale": 0.5} for group in first.param_groups]
+    second = nero.Nero(groups)
+    assert second.param_groups[0]["lr_scale"] == 0.5
+    assert "swa_lr" in second.param_groups[0]
+
+
+def test_role_given_to_the_constructor_raises():
+    with pytest.raises(TypeError, match=r"'role' is for groups"):
+        nero.Nero(nn.Linear(3, 2), role="neuron")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (nn.Linear, "Linear.*call it first"),
+        (nn.Linear(3, 2).parameters, "call it first"),
+        ({"params": []}, r"got a dict.*\[group\]"),
+        ([{"params": [nn.Parameter(torch.ones(3))]}, 3.0], "group must be a dict"),
+    ],
+    ids=["class", "method", "dict", "group"],
+)
+def test_params_of_wrong_kind_raises_with_remedy(params, message: str):
+    with pytest.raises(TypeError, match=message):
+        nero.Nero(params)
+
+
+@pytest.mark.parametrize("option", ["fix_norm", "fix_mean", "maximize"])
+def test_switch_set_to_a_number_later_raises(option: str):
+    """1 equals True, so only its identity tells."""
+    layer = nn.Linear(3, 2)
+    optimiser = nero.Nero(layer)
+    layer(torch.randn(1, 3)).sum().backward()
+    optimiser.step()
+    optimiser.param_groups[0][option] = int(optimiser.param_groups[0][option])
+    with pytest.raises(ValueError, match=f"{option} must be one of"):
+        optimiser.step()
+
+
+@pytest.mark.parametrize(("option", "value"), [("fix_mean", "yes"), ("fix_mean", 1), ("fix_norm", 1)])
+def test_balance_after_step_with_bad_constraint_raises(option: str, value: object):
+    layer = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=f"{option} must be one of"):
+        nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, **{option: value})
+
+
 def test_signature_lists_every_option():
     signature = inspect.signature(nero.Nero).parameters
     of_groups = ("role", "fan_in_axes", "fan_in_groups")
-    assert list(signature) == ["params", *(name for name in OPTIONS if name not in of_groups)]
+    assert list(signature) == ["params", *(name for name in OPTIONS if name not in of_groups), "pretrained", "others"]
     assert nero.Nero(nn.Linear(3, 2)).defaults == {name: option.default for name, option in OPTIONS.items()}
     changed = {"lr": 0.5, "beta": 0.5, "longest_step": 2.0, "fix_mean": False, "fix_norm": "initial", "scale": 2.0}
     changed |= {"gain_penalty": 0.5, "maximize": True, "on_nonfinite": "raise", "rounding": "stochastic"}

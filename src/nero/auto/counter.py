@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,9 @@ from torch.jit import ScriptModule
 
 from nero.groups import Part
 from nero.preserve import MeasurementHook
+
+#: What to write if a model cannot count its depth when it first runs.
+_BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
 
 
 class HasGroups(Protocol):
@@ -33,6 +36,7 @@ class DepthCounter:
 
     def __init__(self, optimiser: HasGroups) -> None:
         self._optimiser = weakref.ref(optimiser)
+        self._hook: _CountOnce | None = None
         self._reason = ""  # why the last count failed
         self._uncounted: dict[Tensor, float] = {}  # neurons that had no part in the depth of their group
 
@@ -51,24 +55,59 @@ class DepthCounter:
             raise ValueError("no parameter of this model is in the optimiser: give the model that it trains")
         for group in groups:
             group["depth"] = "auto"
-        _CountOnce(model, self)
         self._reason = ""
+        trained = [part for part in self._parts() if part.role.kind == "neuron" and part.parameter.requires_grad]
+        self._hook = _CountOnce(model, self, {id(part.parameter) for part in trained})
 
     def join(self, group: dict[str, Any]) -> None:
         """Note a group that joined after the count, and took the depth of the others."""
         neurons = [part for part in self._parts() if part.group is group and part.role.kind == "neuron"]
         self._uncounted.update(dict.fromkeys((part.parameter for part in neurons), group["depth"]))
 
+    def run(self, closure: Callable[[], Any]) -> Any:
+        """Run a closure, and count the depth of its loss if a model waits and no run of the whole model counts it."""
+        model = None if self._hook is None or torch.compiler.is_compiling() else self._hook.model()
+        wanted = self.wanted(model) if model is not None else set()
+        if model is None or not wanted or _is_captured() or _is_one_of_several():
+            return closure()
+        from nero.auto.depth import run_and_count
+
+        loss, found = run_and_count(closure, model, wanted)
+        if self.wanted(model):
+            self.take(found, wanted)
+        return loss
+
     def check(self) -> None:
         """Raise if a group still waits for its depth."""
         optimiser = self._optimiser()
-        if optimiser is not None and any(group["depth"] == "auto" for group in optimiser.param_groups):
-            raise RuntimeError(
-                f"the depth of the model is not known yet{self._reason}: run the whole model, not compiled, before the "
-                "first step; call optimiser.count_depth(model) first if the optimiser was copied or loaded, or has "
-                "parameters of another model; or count before compiling or sharding, and give depth=nero.depth_of("
-                "nero.balance_(model), inputs) with lr=0.1 and longest_step=3"
+        waiting = [] if optimiser is None else [group for group in optimiser.param_groups if group["depth"] == "auto"]
+        if waiting:
+            raise RuntimeError(f"the depth of the model is not known yet{self._cause(waiting)}")
+
+    def _cause(self, waiting: list[dict[str, Any]]) -> str:
+        """Say why groups still wait for their depth, and which line to write."""
+        if self._reason:
+            return f" ({self._reason}): count it before you compile or shard the model, as in {_BY_HAND}"
+        hook = self._hook
+        model = None if hook is None else hook.model()
+        own = set() if model is None else self._shared_with(model)
+        if hook is None or model is None or not any(id(each) in own for group in waiting for each in group["params"]):
+            return (
+                ": call optimiser.count_depth(model) and run the model once more, since the optimiser was copied or "
+                "loaded, or has parameters of another model"
             )
+        name = type(model).__name__
+        if hook.is_compiled:
+            return f", since {name} ran compiled: run model(inputs) once before you compile it; or count by {_BY_HAND}"
+        if hook.is_swapped:
+            return (
+                f", since {name} ran with other tensors in the place of its parameters, as under torch.func.grad: run "
+                "model(inputs) once before the first step"
+            )
+        return (
+            f", since the forward pass of {name} has not run with gradients: run the whole model, as self(inputs) does "
+            f"in a training_step; or count by {_BY_HAND}"
+        )
 
     def warn(self) -> None:
         """Warn once when neurons that had no part in the count first have a gradient."""
@@ -93,10 +132,14 @@ class DepthCounter:
         shared = self._shared_with(model)
         return shared if any(group["depth"] == "auto" for group in self._groups_of(shared)) else set()
 
+    def has_none_of(self, model: nn.Module) -> bool:
+        """Return whether no parameter of a model is in the optimiser, as while torch.func replaces them."""
+        return not self._shared_with(model)
+
     def take(self, depth: float | str, counted: Container[int]) -> None:
         """Set the depth of the groups of these parameters, or note why the count failed."""
         if isinstance(depth, str):
-            self._reason = f" ({depth})"
+            self._reason = depth
             return
         for group in self._groups_of(counted):
             if group["depth"] == "auto":
@@ -126,44 +169,93 @@ def check_countable(model: nn.Module) -> None:
     """Raise if a model has no forward pre-hooks, which the count needs."""
     if isinstance(model, ScriptModule):
         raise ValueError(
-            "a scripted model runs no hooks, so its depth cannot be counted then: count it before, as in "
-            "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
+            f"a scripted model runs no hooks, so its depth cannot be counted then: count it before, as in {_BY_HAND}"
         )
 
 
 class _CountOnce(MeasurementHook):
-    """A forward pre-hook that counts a model's depth just before it first runs with gradients, then removes itself."""
+    """A forward pre-hook that counts a model's depth just before it first runs with gradients, then removes itself.
 
-    def __init__(self, model: nn.Module, counter: DepthCounter) -> None:
+    The model may be a shell, such as a LightningModule, whose own forward pass never runs. So the hook is also on the
+    modules inside it that hold all of its neurons. The first of them to run is counted.
+    """
+
+    def __init__(self, model: nn.Module, counter: DepthCounter, neurons: set[int]) -> None:
         self._counter: Any = weakref.ref(counter)  # the model must not keep the optimiser alive
-        model.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+        self.model: Any = weakref.ref(model)
+        self.is_compiled = False  # whether the model ran compiled
+        self.is_swapped = False  # whether the model ran with other tensors in the place of its parameters
+        self._compiled: list[tuple[nn.Module, Any]] = []
+        for module in _shells(model, neurons):
+            module.register_forward_pre_hook(self, with_kwargs=True, prepend=True)
+            if module._compiled_call_impl is not None:  # model.compile() would compile the hook as well
+                self._compiled.append((module, module._compiled_call_impl))
+                module._compiled_call_impl = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_counter": None}  # a copy of the model counts nothing
+        return {"_counter": None, "_compiled": []}  # a copy of the model counts nothing
 
-    def __call__(self, model: nn.Module, inputs: Any, named: Any = None) -> None:
+    def __call__(self, module: nn.Module, inputs: Any, named: Any = None) -> None:
         from nero.auto.depth import count
 
+        if torch.compiler.is_compiling():
+            self.is_compiled = True
+            return
         # ``named`` is missing if another hook removed this one while hooks were running
-        is_traced = torch.compiler.is_compiling() or torch._C._is_tracing()
-        is_traced = is_traced or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-        if named is None or is_traced or not torch.is_grad_enabled():
+        if named is None or torch._C._is_tracing() or _is_captured() or not torch.is_grad_enabled():
             return
         counter = self._counter() if self._counter is not None else None
+        model = module if counter is None else self.model() or module
         wanted = counter.wanted(model) if counter is not None else ()
         if counter is not None and wanted:
             try:
-                found: float | str = count(model, inputs, named, wanted)
+                found: float | str = count(module, inputs, named, wanted)
             except Exception as error:  # the model's own run, or the next step, reports it
                 found = f"{type(error).__name__}: {error}"
-            found = _agreed(model, found)
+            found = _agreed(module, found)
             counter.take(found, wanted)
-            if isinstance(found, str):
-                return  # the next run may succeed
-        for key, hook in list(model._forward_pre_hooks.items()):
-            if hook is self:
-                del model._forward_pre_hooks[key]
-                model._forward_pre_hooks_with_kwargs.pop(key, None)
+            if isinstance(found, str):  # the next run may succeed
+                self._remove(*(inner for inner in module.modules() if inner is not module))
+                return
+        elif counter is not None and counter.has_none_of(model):
+            self.is_swapped = True
+            return
+        for inner, compiled in self._compiled:
+            inner._compiled_call_impl = inner._compiled_call_impl or compiled
+        self._remove(*model.modules())
+
+    def _remove(self, *modules: nn.Module) -> None:
+        for module in modules:
+            for key, hook in list(module._forward_pre_hooks.items()):
+                if hook is self:
+                    del module._forward_pre_hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _shells(model: nn.Module, neurons: set[int]) -> Iterator[nn.Module]:
+    """Yield a model and the modules inside it that hold all of its neurons, the outermost first."""
+    own = neurons & {id(parameter) for parameter in model.parameters()}
+    inner: nn.Module | None = model
+    while inner is not None:
+        yield inner
+        inner = next(
+            (
+                child
+                for child in inner.children()
+                if own and own <= {id(parameter) for parameter in child.parameters()}
+                if not isinstance(child, ScriptModule)
+            ),
+            None,
+        )
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _is_one_of_several() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _agreed(model: nn.Module, found: float | str) -> float | str:
@@ -172,9 +264,7 @@ def _agreed(model: nn.Module, found: float | str) -> float | str:
     Processes count on different batches, and with different depths their copies of the weights would drift apart. So
     outside of DistributedDataParallel, one of several processes does not count at all.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return found
-    if torch.distributed.get_world_size() == 1:
+    if not _is_one_of_several():
         return found
     wrapper = nn.parallel.DistributedDataParallel
     together = model if isinstance(model, wrapper) else wrapper._active_ddp_module

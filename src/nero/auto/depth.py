@@ -6,9 +6,10 @@ is their number. Here it is counted along the operations of a forward pass, for 
 """
 
 import math
+import sys
 import weakref
-from collections.abc import Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -72,25 +73,51 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
 
 def count(model: nn.Module, inputs: Any, named: Any, trained: Container[int] | None) -> float:
     """Count the depth as :func:`depth_of` does, of the parameters with these ids alone; ``None`` for all."""
+    neurons = _trained_neurons(model, trained)
+    with preserved(model), _separate_operations():
+        # a buffer is part of the weights, unless the network runs on a buffer instead of an input
+        depth = _traced_depth(model, inputs, named, neurons, buffers_are_inputs=False) or _traced_depth(
+            model, inputs, named, neurons, buffers_are_inputs=True
+        )
+    return _found(depth)
+
+
+def run_and_count(run: Callable[[], Any], model: nn.Module, trained: Container[int]) -> tuple[Any, float | str]:
+    """Run a function that trains a model, once, and count the depth of the loss that it returns.
+
+    Returns:
+        What the function returns, and the depth or why it is unknown.
+    """
+    sources = _Sources()
+    sources.record_weights(model, _trained_neurons(model, trained), buffers=_Weights(neurons=False))
+    with _separate_operations(), _tracer(sources, skips_backward=True):
+        loss = run()
+    try:
+        sources.check()
+        source = sources.look_up(loss) if isinstance(loss, Tensor) else None
+        return loss, _found((source.depth if isinstance(source, _Signal) else 0.0) or sources.deepest)
+    except ValueError as error:
+        return loss, str(error)
+
+
+def _found(depth: float) -> float:
+    if not depth:
+        raise ValueError(f"no trained layer was found between the inputs and the outputs of the model: {_REMEDY}")
+    return depth
+
+
+def _trained_neurons(model: nn.Module, trained: Container[int] | None) -> set[int]:
     roles = roles_of(model)
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "the model is on the meta device, but its depth depends on its values: allocate it (module.to_empty) and "
             f"initialise it first, or {_REMEDY}"
         )
-    neurons = {
+    return {
         id(parameter)
         for name, parameter in model.named_parameters()
         if roles[name].kind == "neuron" and parameter.requires_grad and (trained is None or id(parameter) in trained)
     }
-    with preserved(model), _separate_operations():
-        # a buffer is part of the weights, unless the network runs on a buffer instead of an input
-        depth = _traced_depth(model, inputs, named, neurons, buffers_are_inputs=False) or _traced_depth(
-            model, inputs, named, neurons, buffers_are_inputs=True
-        )
-    if not depth:
-        raise ValueError(f"no trained layer was found between the inputs and the outputs of the model: {_REMEDY}")
-    return depth
 
 
 def _traced_depth(
@@ -103,10 +130,7 @@ def _traced_depth(
     if tensors and not any(tensor.numel() for tensor in tensors):
         raise ValueError(f"the inputs are empty, so added branches have no shares: give a batch, or {_REMEDY}")
     sources = _Sources()
-    for buffer in model.buffers():
-        sources.record(buffer, _CONSTANT if buffers_are_inputs else _Weights(neurons=False))
-    for parameter in model.parameters():
-        sources.record(parameter, _Weights(id(parameter) in neurons))
+    sources.record_weights(model, neurons, buffers=_CONSTANT if buffers_are_inputs else _Weights(neurons=False))
     for tensor in tensors:
         sources.record(tensor, _Signal(0.0, tensor.requires_grad))
     # the caller's hooks on saved tensors, such as activation checkpointing's, must not see this forward pass;
@@ -114,6 +138,7 @@ def _traced_depth(
     no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
     with torch.enable_grad(), no_hooks, _tracer(sources):
         outputs = model(*inputs, **named)
+    sources.check()
     found = [sources.look_up(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     # outputs may hide their tensors; then take the deepest tensor made
     return max((source.depth for source in found if isinstance(source, _Signal)), default=0.0) or sources.deepest
@@ -125,6 +150,19 @@ class _Sources:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, _Source]] = {}
         self.deepest = 0.0
+        self.error: ValueError | None = None  # why tracing ended
+
+    def check(self) -> None:
+        """Raise if an operation could not be traced."""
+        if self.error is not None:
+            raise self.error
+
+    def record_weights(self, model: nn.Module, neurons: Container[int], buffers: _Source) -> None:
+        """Record the parameters of a model, and its buffers as this source."""
+        for buffer in model.buffers():
+            self.record(buffer, buffers)
+        for parameter in model.parameters():
+            self.record(parameter, _Weights(id(parameter) in neurons))
 
     def record(self, tensor: Tensor, source: _Source) -> None:
         # weak reference: keeps nothing alive and detects a reused id()
@@ -146,17 +184,24 @@ class _Sources:
         return source
 
 
-def _tracer(sources: _Sources) -> Any:
-    """Return a context in which the source of every new tensor is recorded."""
+def _tracer(sources: _Sources, skips_backward: bool = False) -> Any:
+    """Return a context in which the source of every new tensor is recorded, until one cannot be traced."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            is_backward = torch._C._current_graph_task_id() != -1
+            if sources.error is not None or (skips_backward and is_backward):
+                return func(*args, **(kwargs or {}))
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             # before the operation, which may work in place
             name = func.overloadpacket.__name__
-            source = _source_of_result(name, given, [sources.look_up(tensor) for tensor in given], kwargs or {})
+            try:
+                source = _source_of_result(name, given, [sources.look_up(tensor) for tensor in given], kwargs or {})
+            except ValueError as error:  # the run itself goes on
+                sources.error = error
+                source = _CONSTANT
             result = func(*args, **(kwargs or {}))
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
@@ -210,13 +255,15 @@ def _mean_squares(tensors: list[Tensor]) -> list[float]:
 
 @contextmanager
 def _separate_operations() -> Iterator[None]:
-    """Disable what hides operations: the fast path of attention, which fuses layers, and autocast's cache."""
+    """Disable what hides operations: torch.compile, the fast path of attention, and autocast's cache."""
     fast, cached = torch.backends.mha.get_fastpath_enabled(), torch.is_autocast_cache_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
-        yield
+        # without torch._dynamo, which takes a second to import, nothing is compiled
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch.set_autocast_cache_enabled(cached)

@@ -143,7 +143,7 @@ class Watch:
         return results
 
 
-def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
+def watch(optimiser: torch.optim.Optimizer, neurons: int | None = 32) -> Watch:
     """Watch a training run: how far the neurons of each layer turn, and how healthy they are.
 
     The watch does nothing while the network trains, and measures when it is read. It keeps two copies of the
@@ -151,7 +151,8 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
     in float32.
 
     Args:
-        optimiser: a :class:`nero.Nero`. Its current parameters are the start; later ones start at their first reading.
+        optimiser: a :class:`nero.Nero`, or a wrapper that holds one as ``optimizer``, like those of Accelerate and
+            Lightning. Its current parameters are the start; later ones start at their first reading.
         neurons: the largest number of neurons, gains or biases to follow per layer, evenly spaced; ``None`` for all.
 
     Example:
@@ -170,6 +171,8 @@ def watch(optimiser: Nero, neurons: int | None = 32) -> Watch:
         >>> 0 < reading["0.weight"].turned.middle < 200 * 0.01
         True
     """
+    while isinstance(inner := getattr(optimiser, "optimizer", None), torch.optim.Optimizer):
+        optimiser = inner
     if not isinstance(optimiser, Nero):
         raise TypeError(f"watch needs a nero.Nero, got {type(optimiser).__name__}")
     return Watch(optimiser, None if neurons is None else as_int("neurons", neurons, 1, ", or None for all"))

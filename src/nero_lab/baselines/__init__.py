@@ -132,8 +132,9 @@ def _nero(
     )
     if depth == "auto":
         optimiser.count_depth(model)
-    else:
-        for group in optimiser.param_groups:
+    for group in optimiser.param_groups:
+        group["lr"] = lr  # the loops fill this one tensor
+        if depth != "auto":
             group["depth"] = depth
     return optimiser
 

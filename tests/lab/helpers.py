@@ -21,7 +21,7 @@ from nero_lab.models.mlp import reparameterised
 from nero_lab.models.resnet import resnet18
 from nero_lab.models.vgg import vgg11
 from nero_lab.progress import Display
-from nero_lab.protocol import Contender, Task, decay_each_epoch
+from nero_lab.protocol import Contender, Seconds, Task, decay_each_epoch
 
 CPU = torch.device("cpu")
 #: Relative agreement of float32 losses over a few steps, between two ways to group the same arithmetic.
@@ -105,7 +105,7 @@ TINY = Task(
     batch=8,
     schedule=decay_each_epoch(0.5),
     metric="test_accuracy",
-    seconds=(1, 1),
+    seconds=Seconds(1, 1, 1),
     augment=crop_flip_rotate,
 )
 #: The same with a network that costs next to nothing.

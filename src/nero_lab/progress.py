@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch.utils.tensorboard import SummaryWriter
+from typing_extensions import Self
 
 from nero_lab.loops.training import Training
 from nero_lab.protocol import Settings, Task, perplexity

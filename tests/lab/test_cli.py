@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
@@ -190,8 +189,8 @@ def test_command_is_an_entry_point():
 
 @pytest.mark.parametrize("when", ["torch", "typer", "arguments"])
 def test_interrupt_during_import_ends_in_one_line(when):
-    entry = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["nero"]
-    module, _, function = entry.partition(":")
+    (script,) = entry_points(group="console_scripts", name="nero")
+    module, function = script.module, script.attr
     code = f"""if True:
         import contextlib, signal, sys
         def interrupt(*_):

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 
 import pytest
@@ -145,6 +145,13 @@ def finish(training):
 
 def start_run(loop, store, epochs=None):
     """Save a run of a tiny task of the loop after one step. Return the task, the settings and the data."""
+    training, data = _started(loop, epochs)
+    store.save(training)
+    return training.task, training.settings, data
+
+
+@cache
+def _started(loop, epochs):
     from lab.loop_cases import ECHO, TINY_GAME, TINY_GAN, noise_images
 
     task, data = {
@@ -152,11 +159,9 @@ def start_run(loop, store, epochs=None):
         "adversarial": (TINY_GAN, noise_images()),
         "agent": (TINY_GAME, ECHO),
     }[loop]
-    settings = task.settings("adam", epochs=epochs)
-    training = (task.loop or Supervised)(task, settings, data, None)
+    training = (task.loop or Supervised)(task, task.settings("adam", epochs=epochs), data, None)
     training.advance()
-    store.save(training)
-    return task, settings, data
+    return training, data
 
 
 def make_display(terminal, out):

@@ -206,7 +206,6 @@ SCENES = {
         {**one, "curve": dict.fromkeys(one["curve"], [0.1 if one["optimiser"] != "nero" else 1.0] * one["epochs"])}
         for one in make_all_records()
     ],
-    "nothing": [],
 }
 
 

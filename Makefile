@@ -1,6 +1,7 @@
-# All commands need Python 3.11 or newer, pip and make, and set up .venv by themselves:
+# All commands but test-versions need Python 3.11 or newer, pip and make, and set up .venv by themselves:
 #   make demo     train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test     run the checks of format, lint, types and imports, then all tests
+#   make test-versions  run the core's tests on the oldest and the newest torch, each in its own environment
 #   make format   fix format and lint where a machine can
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
 #   make docs     fill the cost tables and file trees of the pages
@@ -11,7 +12,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test format bench docs paper figures clean
+# The oldest and the newest torch, each with a Python that it supports. pip may find only builds for CUDA, of gigabytes.
+PYTHON_oldest ?= python3.10
+TORCH_oldest ?= 2.8.0
+PYTHON_newest ?= $(PYTHON)
+TORCH_newest ?= 2.15.0
+
+.PHONY: demo test test-versions test-oldest test-newest format bench docs paper figures clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -22,6 +29,13 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest --numprocesses 2 --cov --cov-report=term-missing
+
+test-versions:
+	$(MAKE) --keep-going test-oldest test-newest
+
+test-oldest test-newest: test-%: .venv-%/ready
+	.venv-$*/bin/python -c "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
+	.venv-$*/bin/pytest --quiet --numprocesses 2 tests/core tests/backends tests/auto
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
@@ -48,9 +62,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-oldest .venv-newest out
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv-%/ready: pyproject.toml
+	@$(PYTHON_$*) --version || { echo "no $(PYTHON_$*) here: name another by PYTHON_$*=..."; exit 1; }
+	$(PYTHON_$*) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --editable '.[test]' torch==$(TORCH_$*) \
+	    || { echo "pip finds no torch $(TORCH_$*) for $(PYTHON_$*): name another by TORCH_$*=..."; exit 1; }
 	touch $@

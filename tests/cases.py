@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nero.roles import Role
 
-#: Relative agreement with the float64 oracle over seven steps.
+#: Relative agreement with the float64 oracle over five to seven steps.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 #: Relative agreement of a single step, which rounds the parameter to its dtype.
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

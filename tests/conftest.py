@@ -14,6 +14,8 @@ from interpreter import INTERPRETED
 from nero.backends import foreach, foreach_cpu
 from nero.backends.available import COMPILED
 
+#: dtypes whose tests are not traced: they run the lines of float32 and bfloat16.
+UNTRACED = (torch.float64, torch.float16)
 WORKING = [name for name, backend in COMPILED.items() if backend.works()]
 
 hypothesis.settings.register_profile(
@@ -33,13 +35,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Drop tests that cannot run here, and do not trace interpreted kernels.
+    """Drop tests that cannot run here, and do not trace interpreted kernels or the second dtype of a kind.
 
-    Tracing makes them more than twice as slow, and `test_triton` covers the same lines.
+    Tracing makes them more than twice as slow, and other tests cover the same lines.
     """
     items[:] = [item for item in items if _can_run(item)]
     for item in items:
-        if INTERPRETED and _given(item).get("backend") == "triton":
+        given = _given(item)
+        if (INTERPRETED and given.get("backend") == "triton") or given.get("dtype") in UNTRACED:
             item.add_marker(pytest.mark.no_cover)
 
 

@@ -66,6 +66,8 @@ Data = Annotated[
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 Out = Annotated[Path, typer.Option(help="Folder for records, checkpoints and TensorBoard files.")]
 Epochs = Annotated[int | None, typer.Option(help="Stop after this many epochs of the paper's schedule.")]
+#: Both spellings of the option.
+OPTIMISER_NAMES = ("--optimiser", "--optimizer")
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="Precision of matrix products: float32, or tf32 on a GPU.")
 ]
@@ -91,7 +93,9 @@ def list_tasks() -> None:
     """List the tasks, what they show, and how long they take."""
     for study in dict.fromkeys(task.study for task in TASKS.values() if task.study != "depth"):
         _list_study(study)
-    console.print("Times are of a single run in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1.\n")
+    console.print(
+        "Times are of a single run. The GPU is an NVIDIA H200; the CPU is two cores of a Neoverse-N1, in float32.\n"
+    )
     console.print("Step size by depth (docs/studies/depth.md), on mnist:")
     names, columns = [task.name for task in depth.TASKS], len(depth.LAYERS)
     for start in range(0, len(names), columns):
@@ -100,9 +104,9 @@ def list_tasks() -> None:
 
 
 def _list_study(study: str) -> None:
-    line = "{:23}{:29}{:11}{:11}{}"
+    line = "{:23}{:29}{:11}{:14}{:11}{}"
     origin = "OF THE PAPER" if study == "paper" else f"OF THE STUDY {study}"
-    console.print(line.format("TASK", origin, "DATA", "ON A GPU", "ON A CPU"))
+    console.print(line.format("TASK", origin, "DATA", "GPU, FLOAT32", "GPU, TF32", "CPU"))
     for task in (each for each in TASKS.values() if each.study == study):
         times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
         console.print(line.format(task.name, task.shows, task.dataset, *times))
@@ -113,9 +117,12 @@ def _list_study(study: str) -> None:
 def run(
     task: TaskName,
     optimiser: Annotated[
-        str, typer.Option(help="An optimiser of the task (see `nero list`). Default: its first.")
+        str, typer.Option(*OPTIMISER_NAMES, help="An optimiser of the task (see `nero list`). Default: its first.")
     ] = "",
-    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: the paper's best.")] = None,
+    lr: Annotated[
+        str | None,
+        typer.Option(metavar="NUMBER|auto", help="Learning rate; auto: by depth, for Nero. Default: the paper's best."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, order, augmentation and dropout.")] = 0,
     epochs: Epochs = None,
     data: Data = None,
@@ -125,8 +132,11 @@ def run(
     weights: Annotated[bool, typer.Option("--weights", help="Save the trained weights beside the record.")] = False,
 ) -> None:
     """Train once, or resume an unfinished run with the same settings."""
+    optimiser = optimiser or next(iter(task_named(task).contenders))
+    if lr == "auto":
+        optimiser, lr = depth.form_of(task_named(task), optimiser), None
     chosen = task_named(task, optimiser)
-    settings = chosen.settings(optimiser or next(iter(chosen.contenders)), lr, seed, epochs, precision)
+    settings = chosen.settings(optimiser, None if lr is None else _rate(lr), seed, epochs, precision)
     with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights) as run_all:
         run_all([settings], False)
 
@@ -134,7 +144,9 @@ def run(
 @app.command()
 def sweep(
     task: TaskName,
-    optimiser: Annotated[list[str] | None, typer.Option(help="Run only this optimiser; repeat for several.")] = None,
+    optimiser: Annotated[
+        list[str] | None, typer.Option(*OPTIMISER_NAMES, help="Run only this optimiser; repeat for several.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds at the best rate.")] = 3,
     grid: Annotated[
         bool, typer.Option("--grid/--no-grid", help="Search the learning rates, or take the paper's best.")
@@ -174,6 +186,8 @@ def report(
         raise StoreError(f"there are no records in {records}: make some with `nero sweep TASK --out {records}`")
     for path in write_report(found, out):
         console.print(str(path))
+    if missing := [task for task in all_published() if task not in {record["task"] for record in found}]:
+        console.print(f"not run, so without a page: {', '.join(missing)}")
     short = [record for record in found if record["task"] in TASKS and record["epochs"] < TASKS[record["task"]].epochs]
     if short:
         console.print(f"left out of results and figures, with fewer epochs than their tasks: {len(short)}")
@@ -216,7 +230,8 @@ def _training_session(
         store = (Store if is_first else ReadOnlyStore)(out, weights=weights)
         store.check(task, _bytes_needed(task, at_a_time))
         dataset, stand_in = _load_for(task, data, device)
-        with Display(console, out, device) if is_first else nullcontext(NullObserver()) as observer, _exit_if_stopped():
+        # the display is inside, so that its bars are gone before the last line
+        with _exit_if_stopped(), Display(console, out, device) if is_first else nullcontext(NullObserver()) as observer:
 
             def run_all(asked: list[Settings], more: bool) -> list[dict[str, Any]]:
                 runs = [replace(settings, data=stand_in) for settings in asked]
@@ -285,6 +300,13 @@ def _exit_if_stopped() -> Iterator[None]:
         console.print("stopped: run the same command again to continue")
         # the status that shells use for a signal; an interrupt without a number comes from Ctrl-C
         raise SystemExit(128 + next(iter(interrupt.args), signal.SIGINT)) from None
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise SettingError(f"the learning rate must be a number, or auto, got {text!r}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch.utils.tensorboard import SummaryWriter
+from typing_extensions import Self
 
 from nero_lab.loops.training import Training
 from nero_lab.protocol import Settings, Task, perplexity
@@ -51,6 +52,7 @@ class Display:
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
+            transient=True,  # an interrupted run leaves no bar behind
         )
         self._bars: dict[Settings, TaskID] = {}
         self._writers: dict[Settings, SummaryWriter] = {}
@@ -75,10 +77,11 @@ class Display:
             origins = sorted({f"{record.get('device')}, {str(record.get('finished'))[:10]}" for record in done})
             text += f", {len(done)} done before ({'; '.join(origins)})"
         self.console.print(text)
-        seconds = task.seconds[0 if self.device.type == "cuda" else 1]
+        precision = runs[0].precision
+        seconds = task.seconds.on(self.device.type, precision)
         if left and seconds is not None and all(settings.epochs == task.epochs for settings in runs):
             machine = "an NVIDIA H200" if self.device.type == "cuda" else "two cores"
-            self.console.print(f"one run alone takes about {duration(seconds)} on {machine}")
+            self.console.print(f"one run alone takes about {duration(seconds)} in {precision} on {machine}")
         for tool, result in task.tools.items():
             if left and find_spec(tool) is None:
                 self.console.print(f"no {result} without {tool}: install with pip install 'nero-optim[lab]'")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -39,6 +39,26 @@ class Contender:
     model: Callable[..., nn.Module] | None = None
 
 
+class Seconds(NamedTuple):
+    """The duration of a single run by machine and precision; None where it was not measured.
+
+    Attributes:
+        gpu: on an NVIDIA H200 in float32.
+        tf32: on an NVIDIA H200 in tf32.
+        cpu: on two cores of a Neoverse-N1, in float32.
+    """
+
+    gpu: float | None = None
+    tf32: float | None = None
+    cpu: float | None = None
+
+    def on(self, device: str, precision: Precision) -> float | None:
+        """Return the duration on a type of device, "cuda" or "cpu", in a precision."""
+        if device == "cpu":
+            return self.cpu
+        return self.tf32 if precision == "tf32" else self.gpu
+
+
 @dataclass(frozen=True)
 class Task:
     """One experiment, of the paper or of another study.
@@ -58,8 +78,7 @@ class Task:
         metric: the curve whose last value selects the best learning rate. Accuracy and reward count as better when
             higher, loss and distance when lower.
         augment: the augmentation of the training images, applied once per epoch.
-        seconds: the duration of a single run in float32, on an NVIDIA H200 and on two cores of a Neoverse-N1, or None
-            where it was not measured.
+        seconds: the duration of a single run.
         side_by_side: the number of runs that an H200 trains at a time.
         smoothing: the label smoothing of the training loss.
         is_loss_summed: train on the sum of a batch's losses instead of their mean.
@@ -82,7 +101,7 @@ class Task:
     batch: int
     schedule: Schedule
     metric: Literal["train_accuracy", "test_accuracy", "valid_loss", "reward", "test_distance"]
-    seconds: tuple[float | None, float | None]
+    seconds: Seconds
     augment: Augment | None = None
     side_by_side: int = 4
     smoothing: float = 0.0

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -173,7 +173,7 @@ class Store:
             "device": device_name(training.device),
             "side_by_side": training.side_by_side,
             "seconds": round(training.seconds, 1),
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
 
     def finish(self, training: Training) -> dict[str, Any]:

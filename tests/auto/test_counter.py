@@ -228,7 +228,7 @@ def test_auto_lr_without_the_model_raises():
         nero.Nero(uniform_perceptron(), lr="automatic")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_model_raises_before_any_change():
     model = torch.jit.script(uniform_perceptron(3))
     before = copy.deepcopy(model.state_dict())
@@ -244,7 +244,7 @@ def test_scripted_model_raises_before_any_change():
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_model_can_be_scripted_after_the_count():
     model = uniform_perceptron(3)
     nero.Nero(model, lr="auto")

@@ -19,8 +19,8 @@ from nero.backends.triton.sweep import Sweep
 from nero.backends.triton.tables import RECORD_FIELDS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-#: A fan-in of many pieces; interpreted, the time grows with the square of their number.
-LONG = 70_000 if INTERPRETED else 300_000
+#: A fan-in of several pieces; interpreted, the time grows with the square of their number.
+LONG = 30_000 if INTERPRETED else 300_000
 
 
 def sweeps_of(optimiser: nero.Nero) -> list[Sweep]:
@@ -58,7 +58,7 @@ def check(cases: list[Case], steps: int = 2, dtype: torch.dtype = torch.float32)
     return optimiser
 
 
-@pytest.mark.parametrize("fan_in", [1, 2, 3, 63, 64, 65, 4608, 30_000, LONG])
+@pytest.mark.parametrize("fan_in", [1, 2, 3, 63, 64, 65, 4608, LONG])
 def test_turn_every_fan_in_agrees_with_oracle(fan_in: int):
     check([rows(3 if fan_in < 10_000 else 1, fan_in)])
 

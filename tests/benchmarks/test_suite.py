@@ -25,6 +25,7 @@ from nero_lab.models.biggan import GANPair
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
+from nero_lab.protocol import Precision
 
 EXAMPLES = 160
 
@@ -170,20 +171,22 @@ def test_plain_nero_is_algorithm_1():
     torch.testing.assert_close(plain.bias, ours.bias)
 
 
-@pytest.mark.parametrize(("place", "device"), [(0, "cuda"), (1, "cpu")])
-def test_times_of_nero_list_match_the_record(place: int, device: str):
+@pytest.mark.parametrize(("device", "precision"), [("cuda", "float32"), ("cuda", "tf32"), ("cpu", "float32")])
+def test_times_of_nero_list_match_the_record(device: str, precision: Precision):
     """To a tenth; tasks on VGG-11 share one time, and a task without a record has none."""
     path = suite.ROOT / "benchmarks/results" / f"suite-{device}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {
         row["task"]: row["seconds_in_full"]
         for row in rows
-        if row.get("side_by_side") == 1 and row["precision"] == "float32"
+        if row.get("side_by_side") == 1 and row["precision"] == precision
     }
     for name, task in suite.TASKS.items():
         timed_with = "cifar10-vgg11" if name in ("cifar10-ablation", "cifar10-granularity") else name
         wanted = found.get(timed_with)
-        assert task.seconds[place] == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), name
+        assert task.seconds.on(device, precision) == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), (
+            name
+        )
 
 
 def test_main_measures_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ import nero
 from nero.rounding import HALVES, rounded
 
 
+@pytest.mark.no_cover  # many steps run the lines of one
 @pytest.mark.parametrize("factor", [1e-25, 1e25])
 @pytest.mark.parametrize("through", ["gradient", "loss"])
 def test_gradient_scale_does_not_change_the_trajectory(backend: str, factor: float, through: str):
@@ -22,7 +23,7 @@ def test_gradient_scale_does_not_change_the_trajectory(backend: str, factor: flo
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         optimiser = nero.Nero(model, backend=backend)
-        for _ in range(few(backend, 30, 2)):
+        for _ in range(few(backend, 5, 2)):
             optimiser.zero_grad()
             loss = (model(torch.randn(8, 6)) - torch.randn(8, 3)).square().mean()
             (loss * scale if through == "loss" else loss).backward()
@@ -171,7 +172,7 @@ def test_half_precision_stays_accurate_over_many_steps(backend: str, dtype: torc
     optimiser = nero.Nero([weight], lr=0.01, backend=backend)
     mean_square, angles = torch.zeros(8, dtype=torch.float64), []
     # a bfloat16 average of half its final value would not grow any more: 600 steps reach that
-    for _ in range(few(backend, 600, 20)):
+    for _ in range(few(backend, 600 if dtype == torch.bfloat16 else 60, 20)):
         before = weight.detach().clone()
         weight.grad = (torch.randn(8, 128, generator=generator) * 1e-2).to(dtype)
         mean_square = 0.999 * mean_square + 0.001 * weight.grad.double().square().sum(1)

@@ -44,6 +44,7 @@ def test_table_of_schedulers_is_complete():
     assert known <= set(SCHEDULERS)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # by SequentialLR of torch 2.8
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("tensor", [False, True], ids=["float", "tensor"])
 def test_scheduler_sets_the_angle(make, tensor: bool):
@@ -277,7 +278,7 @@ def test_sharded_parameters_take_the_same_steps(backend: str, longest: float, me
     assert optimisers[0].skipped == optimisers[1].skipped == {"2.weight": 1}
 
 
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:Guards may run slower on Python 3.13.0")
 @pytest.mark.parametrize("longest", [math.inf, 1.05])
 def test_compiled_step_is_one_graph_for_any_lr(longest: float):
     from torch._dynamo.testing import CompileCounter

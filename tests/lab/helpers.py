@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 
 import pytest
@@ -21,7 +21,7 @@ from nero_lab.models.mlp import reparameterised
 from nero_lab.models.resnet import resnet18
 from nero_lab.models.vgg import vgg11
 from nero_lab.progress import Display
-from nero_lab.protocol import Contender, Task, decay_each_epoch
+from nero_lab.protocol import Contender, Seconds, Task, decay_each_epoch
 
 CPU = torch.device("cpu")
 #: Relative agreement of float32 losses over a few steps, between two ways to group the same arithmetic.
@@ -105,7 +105,7 @@ TINY = Task(
     batch=8,
     schedule=decay_each_epoch(0.5),
     metric="test_accuracy",
-    seconds=(1, 1),
+    seconds=Seconds(1, 1, 1),
     augment=crop_flip_rotate,
 )
 #: The same with a network that costs next to nothing.
@@ -145,6 +145,13 @@ def finish(training):
 
 def start_run(loop, store, epochs=None):
     """Save a run of a tiny task of the loop after one step. Return the task, the settings and the data."""
+    training, data = _started(loop, epochs)
+    store.save(training)
+    return training.task, training.settings, data
+
+
+@cache
+def _started(loop, epochs):
     from lab.loop_cases import ECHO, TINY_GAME, TINY_GAN, noise_images
 
     task, data = {
@@ -152,11 +159,9 @@ def start_run(loop, store, epochs=None):
         "adversarial": (TINY_GAN, noise_images()),
         "agent": (TINY_GAME, ECHO),
     }[loop]
-    settings = task.settings("adam", epochs=epochs)
-    training = (task.loop or Supervised)(task, settings, data, None)
+    training = (task.loop or Supervised)(task, task.settings("adam", epochs=epochs), data, None)
     training.advance()
-    store.save(training)
-    return task, settings, data
+    return training, data
 
 
 def make_display(terminal, out):

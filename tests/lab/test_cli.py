@@ -1,11 +1,12 @@
 """The command `nero`: its subcommands, error messages and interrupts."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
-import tomllib
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import entry_points
 from io import StringIO
 from pathlib import Path
@@ -21,6 +22,7 @@ import nero_lab.command
 from nero_lab import cli
 from nero_lab.data import load
 from nero_lab.loops.supervised import Supervised
+from nero_lab.models.mlp import mlp
 from nero_lab.provenance import commit
 from nero_lab.store import Store, read_records
 from nero_lab.tasks import TASKS
@@ -51,6 +53,12 @@ def test_nero_list_names_all_tasks(command):
     code, printed = command("list")
     assert code == 0
     assert all(name in printed for name in TASKS)
+
+
+def test_nero_list_has_a_time_per_precision(command):
+    _, printed = command("list")
+    (line,) = (line for line in printed.splitlines() if line.startswith("cifar10-vgg11"))
+    assert re.split(" {2,}", line)[-3:] == ["7 min", "2 min", "6 days"]
 
 
 def test_nero_list_groups_tasks_by_study(command, monkeypatch):
@@ -90,6 +98,25 @@ def test_nero_run_is_recorded_and_skipped_when_done(command, tmp_path):
     assert not list(tmp_path.rglob("*.pt"))
 
 
+def test_optimiser_option_has_two_spellings(command, tmp_path):
+    assert command("run", *SHORT, "--optimizer", "sigma-100", "--out", tmp_path)[0] == 0
+    code, printed = command("sweep", *SHORT, "--optimizer", "sigma-100", "--seeds", 1, "--out", tmp_path)
+    assert (code, printed.count("0 runs to do")) == (0, 2)
+    assert [(record["optimiser"], record["seed"]) for record in read_records(tmp_path)] == [("sigma-100", 0)]
+
+
+@pytest.mark.parametrize("optimiser", [[], ["--optimiser", "nero"], ["--optimiser", "unbounded"]])
+def test_run_with_lr_auto_divides_by_depth(optimiser, command, tmp_path, monkeypatch):
+    monkeypatch.setitem(TASKS, "mnist-deep", replace(TASKS["mnist-deep"], model=partial(mlp, 3)))
+    code, _ = command(
+        "run", "mnist-deep", "--lr", "auto", *optimiser, "--epochs", 1, "--device", "cpu", "--out", tmp_path
+    )
+    assert code == 0
+    (record,) = read_records(tmp_path)
+    assert (record["optimiser"], record["lr"]) == ("unbounded" if "unbounded" in optimiser else "auto", 0.1)
+    assert record["options"]["depth"] == "auto"
+
+
 def test_nero_run_with_weights_saves_them(command, tmp_path):
     assert command("run", *SHORT, "--out", tmp_path, "--weights")[0] == 0
     assert [path.name for path in tmp_path.rglob("*.pt")] == ["sigma-1-lr0.01-seed0-epochs1.pt"]
@@ -101,7 +128,13 @@ def test_nero_report_of_own_run_writes_pages(command, tmp_path, monkeypatch):
     assert command("run", *SHORT, "--out", tmp_path / "out")[0] == 0
     code, printed = command("report", "--records", tmp_path / "out", "--out", tmp_path / "pages")
     assert code == 0
+    assert {path.name for path in (tmp_path / "pages").iterdir()} == {
+        "README.md",
+        "figures",
+        "mnist-reparameterised.md",
+    }
     assert str(tmp_path / "pages" / "mnist-reparameterised.md") in printed
+    assert "not run, so without a page: mnist-deep, cifar10-vgg11, " in printed
     assert "left out of results and figures, with fewer epochs than their tasks: 1" in printed
     assert (tmp_path / "pages" / "figures" / "mnist-reparameterised.png").read_bytes() == b"figure"
 
@@ -119,6 +152,10 @@ def test_nero_sweep_searches_grid_and_runs_seeds(command, tmp_path):
     [
         (["run", "nonsense"], "take one of mnist-deep"),
         (["run", "mnist-deep", "--optimiser", "adagrad"], "take one of nero, lamb, adam, sgd"),
+        (["run", "mnist-deep", "--optimizer", "sgd", "--lr", "auto"], "take --optimiser nero"),
+        (["run", "cifar10-ablation", "--optimiser", "nero-mean", "--lr", "auto"], "take --optimiser nero-both"),
+        (["run", "mnist-reparameterised", "--lr", "auto"], "is not trained by Nero"),
+        (["run", "mnist-deep", "--lr", "fast"], "a number, or auto, got 'fast'"),
         (["run", "mnist-deep", "--device", "toaster"], "take cpu, cuda or auto"),
         (["run", "mnist-deep", "--device", "cuda:99"], "torch finds no cuda:99"),
         (["run", "mnist-deep", "--precision", "tf32", "--device", "cpu"], "tf32 needs an NVIDIA GPU"),
@@ -152,8 +189,8 @@ def test_command_is_an_entry_point():
 
 @pytest.mark.parametrize("when", ["torch", "typer", "arguments"])
 def test_interrupt_during_import_ends_in_one_line(when):
-    entry = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["nero"]
-    module, _, function = entry.partition(":")
+    (script,) = entry_points(group="console_scripts", name="nero")
+    module, function = script.module, script.attr
     code = f"""if True:
         import contextlib, signal, sys
         def interrupt(*_):

@@ -2,6 +2,7 @@
 
 import errno
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from lab.helpers import FAST, checkpoint_every_step, make_data, make_display
 
 from nero_lab import progress
 from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
+from nero_lab.protocol import Seconds
 from nero_lab.store import Store
 from nero_lab.sweep import train
 from nero_lab.tasks import TASKS
@@ -45,6 +47,51 @@ def test_terminal_shows_bars_with_metric_and_time(tmp_path, monkeypatch):
     assert "sgd-lr0.1-seed0" in stream.getvalue()
     kinds = {type(column).__name__ for column in display.progress.columns}
     assert {"BarColumn", "TimeRemainingColumn", "TimeElapsedColumn"} <= kinds
+
+
+@pytest.mark.parametrize(("precision", "time"), [("float32", "10 s in float32"), ("tf32", "3 s in tf32")])
+def test_plan_names_the_time_of_the_precision(precision, time, tmp_path):
+    task = replace(FAST, seconds=Seconds(10, 3, 500))
+    display, stream = make_display(False, tmp_path)
+    display.device = torch.device("cuda")
+    display.plan(task, [task.settings("sgd", precision=precision)], [])
+    assert f"{time} on an NVIDIA H200" in stream.getvalue()
+
+
+def visible(written):
+    """Return the lines that a terminal shows after text with rich's cursor movements; the last is the cursor's."""
+    lines, row = [""], 0
+    for code, text in re.findall(r"\x1b\[([?\d;]*[A-Za-z])|([^\x1b])", written):
+        if text == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif code == "2K":
+            lines[row] = ""
+        elif code.endswith("A"):
+            row -= int(code[:-1])
+        elif text != "\r":
+            lines[row] += text
+    return lines[: row + 1]
+
+
+@pytest.mark.usefixtures("verbose")
+def test_interrupted_display_leaves_no_bar(tmp_path, monkeypatch):
+    display, stream = make_display(True, tmp_path)
+    stepped = display.stepped
+
+    def interrupt(training):
+        stepped(training)
+        display.progress.refresh()
+        shown.append(visible(stream.getvalue()))
+        raise KeyboardInterrupt
+
+    shown = []
+    monkeypatch.setattr(display, "stepped", interrupt)
+    with pytest.raises(KeyboardInterrupt), display:
+        train(FAST, [FAST.settings("sgd")], make_data(), Store(tmp_path), display)
+    assert "1/9" in shown[0][-1]
+    assert not any("sgd-lr" in line for line in visible(stream.getvalue()))
+    assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")  # the cursor is visible
 
 
 @pytest.mark.usefixtures("verbose")

@@ -19,6 +19,7 @@ def network_with_zero_head():
     return model
 
 
+@pytest.mark.no_cover  # coverage makes matplotlib twice as slow, and other tests draw the same lines
 @pytest.mark.parametrize(
     "make",
     [

@@ -1,10 +1,11 @@
 """The interface between a data set and the training loop."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 #: Maps pixels and a random generator to augmented pixels.
 Augment: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]

@@ -58,7 +58,7 @@ def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress 
         for url in [*urls] * ATTEMPTS:
             try:
                 _fetch(url, part, checksum, partial(progress, f"downloading {path.name}") if progress else None)
-            except _MirrorError as error:
+            except _MirrorError as error:  # noqa: PERF203
                 failures.append(f"{url}: {error}")
             else:
                 return

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from nero_lab import distributed
 from nero_lab.data import decoder_pool, decoding

@@ -1,10 +1,11 @@
 """The base of the text data sets."""
 
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 #: Label of a padded position, which torch's losses ignore.
 IGNORED_LABEL = -100

@@ -1,9 +1,10 @@
 """The Fréchet distance between two sets of vectors, each modelled as a Gaussian."""
 
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 
 class Gaussian(NamedTuple):

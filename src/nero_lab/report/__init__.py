@@ -16,7 +16,7 @@ __all__ = ["report"]
 
 
 def report(records: list[Record], out: Path) -> list[Path]:
-    """Draw the figures and fill the tables of all pages.
+    """Draw the figures and fill the tables of the tasks that have records.
 
     The result depends only on the records, not on their order. Text outside the table blocks stays as it is.
 
@@ -25,22 +25,22 @@ def report(records: list[Record], out: Path) -> list[Path]:
         out: the folder of the pages. A page that does not exist yet is created with its tables and figure.
 
     Returns:
-        The files written: a figure and a page per task, and the index.
+        The files written: a figure and a page per task with a record, and the index.
 
     Raises:
         StoreError: if a record or a page is malformed, or the folder cannot be written to.
     """
     runs = Runs(records)
     texts = {}
-    for task, facts in all_published().items():
+    for task in runs.tasks:
         tables = task_tables(task, runs)
-        figure = f"![{facts.claim}](figures/{task}.png)\n\n"
+        figure = f"![{all_published()[task].claim}](figures/{task}.png)\n\n"
         texts[out / f"{task}.md"] = fill_page(out / f"{task}.md", tables, bare_page(task, tables, figure))
     index, tables = out / "README.md", overview_tables(runs)
     texts[index] = fill_page(index, tables, bare_page("The tasks", tables))
     _check_writable(out)
     drawn = []
-    for task in all_published():
+    for task in runs.tasks:
         path = out / "figures" / f"{task}.png"
         figures.save(figures.draw(task, runs), path)
         drawn.append(path)

@@ -18,20 +18,23 @@ def overview_tables(runs: Runs) -> dict[str, str]:
 
 
 def index_table(runs: Runs) -> str:
-    """List every task with its claim, its place in the paper, and what the records hold."""
+    """List every task that has records, with its claim, its place in the paper and its runs; then name the others."""
     lines = [
-        (f"[{task}]({task}.md)", facts.claim, facts.reference, _coverage(facts, runs))
-        for task, facts in all_published().items()
+        (f"[{facts.task}]({facts.task}.md)", facts.claim, facts.reference, _coverage(facts, runs))
+        for facts in _with_records(runs)
     ]
     table = render_table(("task", "what the paper claims", "in the paper", "run here"), lines, left=4)
+    missing = [task for task in all_published() if task not in runs.tasks]
     unknown = [f"{task} ({count})" for task, count in sorted(runs.unknown_tasks.items())]
-    return table + (f"\n\nRecords of tasks without a page are not shown: {', '.join(unknown)}." if unknown else "")
+    notes = [f"Not run: {', '.join(missing)}."] if missing else []
+    notes += [f"Records of tasks without a page are not shown: {', '.join(unknown)}."] if unknown else []
+    return "\n\n".join([table, *notes])
 
 
 def full_table1(runs: Runs) -> str:
-    """Render the paper's Table 1 with means and spreads, ours above the paper's."""
+    """Render the paper's Table 1 with means and spreads, ours above the paper's, as far as there are records."""
     lines = []
-    for facts in all_published().values():
+    for facts in _with_records(runs):
         if facts.table1_name is None:
             continue
         rows = _table1_rows(facts)
@@ -54,16 +57,16 @@ def compact_table1(runs: Runs) -> str:
 
 
 def others_table(runs: Runs) -> str:
-    """Compare every contender of the tasks outside Table 1 with what is published."""
+    """Compare every contender of the tasks outside Table 1 that have records with what is published."""
     lines = []
-    for task, facts in all_published().items():
+    for facts in _with_records(runs):
         if facts.table1_name is not None:
             continue
         source = {"paper": "paper", "authors": "authors' stored runs"}[facts.origin]
         for place, row in enumerate(facts.rows):
             lines.append(
                 (
-                    f"[{task}]({task}.md)" if place == 0 else "",
+                    f"[{facts.task}]({facts.task}.md)" if place == 0 else "",
                     measure_name(facts) if place == 0 else "",
                     display_name(row.optimiser),
                     our_result(facts, runs, row),
@@ -72,6 +75,10 @@ def others_table(runs: Runs) -> str:
                 )
             )
     return render_table(("task", "measure", "contender", "ours", "published", "published by"), lines, left=3)
+
+
+def _with_records(runs: Runs) -> list[Published]:
+    return [all_published()[task] for task in runs.tasks]
 
 
 def _coverage(facts: Published, runs: Runs) -> str:

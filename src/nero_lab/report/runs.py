@@ -24,6 +24,10 @@ class Runs:
     Args:
         records: in any order.
 
+    Attributes:
+        tasks: the published tasks that have a record, in the order of the pages.
+        unknown_tasks: the number of records of every other task.
+
     Raises:
         StoreError: if a record is malformed or lacks its task's measure.
     """
@@ -35,6 +39,7 @@ class Runs:
         runs = [run for run in parsed if run.task in known]
         for run in runs:
             _check_measure(run)
+        self.tasks = [task for task in known if any(run.task == task for run in runs)]
         self._all = sorted(runs, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in runs if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in runs if run.epochs == known[run.task].epochs), key=_table_order)

@@ -25,6 +25,8 @@ from nero_lab.report.tables import task_tables
 from nero_lab.store import StoreError, read_records
 
 PAGES = ROOT / "docs/paper"
+#: A record of the task whose page the tests of bad files spoil.
+DEEP = make_record("mnist-deep", "nero", 0.001, 0, 0.92)
 
 
 @pytest.fixture
@@ -36,7 +38,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_report_is_the_same_for_records_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tasks = ("mnist-reparameterised", "pong")
-    monkeypatch.setattr("nero_lab.report.all_published", lambda: {task: all_published()[task] for task in tasks})
     monkeypatch.setattr("nero_lab.report.figures.DPI", 50)
     records = make_all_records(without=("sgd",), tasks=tasks)
     written = report(records, tmp_path)
@@ -47,26 +48,32 @@ def test_report_is_the_same_for_records_in_any_order(tmp_path: Path, monkeypatch
     assert {path: path.read_bytes() for path in written} == first
 
 
-def test_figure_has_a_white_margin_and_is_opaque(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_figure_has_a_white_margin_and_is_opaque(tmp_path: Path):
     task = "mnist-reparameterised"
-    monkeypatch.setattr("nero_lab.report.all_published", lambda: {task: all_published()[task]})
-    report([], tmp_path)
+    report([make_record(task, "sigma-1", 0.01, 0, 0.9)], tmp_path)
     pixels = imread(tmp_path / f"figures/{task}.png")
     assert pixels.shape[-1] == 3 or pixels[..., 3].min() == 1
     assert pixels[:8, :, :3].min() == pixels[:, :8, :3].min() == pixels[:, -8:, :3].min() == 1
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_report_writes_a_page_and_a_figure_per_task(tmp_path: Path):
-    names = {path.name for path in report([], tmp_path)}
-    assert names == {"README.md", *(f"{task}{end}" for task in EPOCHS for end in (".md", ".png"))}
+@pytest.mark.parametrize("tasks", [tuple(EPOCHS), ("pong",), ()])
+def test_report_writes_pages_of_tasks_with_records(tasks: tuple[str, ...], tmp_path: Path):
+    records = make_all_records(1, tasks=tasks) if tasks else []
+    names = {path.name for path in report(records, tmp_path)}
+    assert names == {"README.md", *(f"{task}{end}" for task in tasks for end in (".md", ".png"))}
+    assert {path.stem for path in tmp_path.glob("*.md")} == {"README", *tasks}
+    index = (tmp_path / "README.md").read_text()
+    assert set(re.findall(r"\]\((\S+)\.md\)", index)) == set(tasks)
+    missing = re.search("Not run: (.*)\\.", index)
+    assert (missing[1].split(", ") if missing else []) == [task for task in EPOCHS if task not in tasks]
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_report_leaves_text_outside_the_blocks(tmp_path: Path):
     page = tmp_path / "mnist-deep.md"
     page.write_text("# Mine\n\nwords\n\n<!-- table: search -->\nold\n<!-- end -->\n\nmore \\1 words\n")
-    report([], tmp_path)
+    report([DEEP], tmp_path)
     start, end = page.read_text().split("<!-- table: search -->")
     assert start == "# Mine\n\nwords\n\n"
     assert end.endswith("|\n\n<!-- end -->\n\nmore \\1 words\n")
@@ -83,7 +90,7 @@ def test_report_leaves_text_outside_the_blocks(tmp_path: Path):
 def test_page_with_broken_markers_stops_before_writing(tmp_path: Path, text: str, message: str):
     (tmp_path / "mnist-deep.md").write_text(text)
     with pytest.raises(StoreError, match=message):
-        report([], tmp_path)
+        report([DEEP], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mnist-deep.md"]
 
 
@@ -99,23 +106,23 @@ def test_folder_that_cannot_be_written_to_is_named(tmp_path: Path):
 def test_page_that_cannot_be_read_is_named(tmp_path: Path, spoil: Callable[[Path], object]):
     spoil(tmp_path / "mnist-deep.md")
     with pytest.raises(StoreError, match=re.escape(f"cannot read the page {tmp_path / 'mnist-deep.md'}: ")):
-        report([], tmp_path)
+        report([DEEP], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mnist-deep.md"]
 
 
 def test_figure_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "figures").write_text("words")
     with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'figures/mnist-deep.png'}: ")):
-        report([], tmp_path)
+        report([DEEP], tmp_path)
     assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_page_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("nero_lab.report.fill_page", lambda *_: "words")
-    (tmp_path / "cifar10-vgg11.md").mkdir()
-    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'cifar10-vgg11.md'}: ")):
-        report([], tmp_path)
+    (tmp_path / "mnist-deep.md").mkdir()
+    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'mnist-deep.md'}: ")):
+        report([DEEP], tmp_path)
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -199,7 +206,6 @@ SCENES = {
         {**one, "curve": dict.fromkeys(one["curve"], [0.1 if one["optimiser"] != "nero" else 1.0] * one["epochs"])}
         for one in make_all_records()
     ],
-    "nothing": [],
 }
 
 

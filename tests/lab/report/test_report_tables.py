@@ -201,7 +201,7 @@ def coverage(task: str, *records: dict) -> str:
 def test_index_counts_the_seeds_of_each_contender():
     nero = [make_record(*NERO, seed, 0.88) for seed in range(3)]
     sgd = make_record("cifar10-vgg11", "sgd", 0.1, 0, 0.87, precision="tf32")
-    assert coverage("cifar10-vgg11") == "not run"
+    assert coverage("cifar10-vgg11", {**nero[0], "lr": 0.5}) == "not run"
     assert coverage("cifar10-vgg11", *nero) == "float32: 3 seeds of Nero; SGD, Adam, LAMB not run"
     assert coverage("cifar10-vgg11", *nero, sgd) == "float32, tf32: 3 seeds of Nero; 1 of SGD; Adam, LAMB not run"
     assert coverage("cifar10-vgg11", *make_all_records(1)) == "float32: 1 seed each"
@@ -222,14 +222,12 @@ def test_full_table_1_has_ours_above_the_paper():
     assert table[0] == [
         "CIFAR-10, VGG-11", "test error, %", "ours", "12.00 ± 0.00 (2 seeds)", "not run", "not run", "not run",
     ]  # fmt: skip
-    assert table[1] == ["", "", "paper", "11.16 ± 0.17", "12.61 ± 0.21", "12.86 ± 0.34", "13.66 ± 0.05"]
-    assert len(table) == 2 * sum(facts.table1_name is not None for facts in all_published().values())
+    assert table[1:] == [["", "", "paper", "11.16 ± 0.17", "12.61 ± 0.21", "12.86 ± 0.34", "13.66 ± 0.05"]]
 
 
 def test_full_table_1_prints_the_papers_spread():
-    table = cells(full_table1(Runs([])))
-    place = next(place for place, line in enumerate(table) if line[0].startswith("Multi30k"))
-    assert table[place + 1][2:] == ["paper", "11.35 ± 1.20", "92.40 ± 89.48", "12.63 ± 0.34", "16.36 ± 0.29"]
+    table = cells(full_table1(Runs([make_record("translation", "nero", 0.01, 0, 11.0)])))
+    assert table[1][2:] == ["paper", "11.35 ± 1.20", "92.40 ± 89.48", "12.63 ± 0.34", "16.36 ± 0.29"]
 
 
 def test_compact_table_1_has_ours_and_paper_in_a_cell():
@@ -251,7 +249,9 @@ def test_compact_table_1_names_both_measures_of_the_gan():
 
 
 def test_others_table_names_the_source_of_each_number():
-    table = cells(others_table(Runs([make_record("mnist-deep", "nero", 0.001, 0, 0.92)])))
+    tasks = ("mnist-reparameterised", "cifar10-ablation", "imagenet")
+    records = [make_record("mnist-deep", "nero", 0.001, 0, 0.92), *make_all_records(1, tasks=tasks)]
+    table = cells(others_table(Runs(records)))
     assert table[0][2:] == ["Nero", "94.00 (1 seed)", "93.25 ± 4.28", "authors' stored runs"]
     sources = {line[0].partition("]")[0][1:]: line[-1] for line in table if line[0]}
     assert sources["mnist-reparameterised"] == "authors' stored runs"
@@ -261,8 +261,9 @@ def test_others_table_names_the_source_of_each_number():
 
 def test_overview_tables_have_every_task_once():
     table1 = {facts.table1_name for facts in all_published().values() if facts.table1_name}
-    others = [line[0] for line in cells(others_table(Runs([]))) if line[0]]
-    assert {line[0] for line in cells(full_table1(Runs([]))) if line[0]} == table1
+    runs = Runs(make_all_records(1))
+    others = [line[0] for line in cells(others_table(runs)) if line[0]]
+    assert {line[0] for line in cells(full_table1(runs)) if line[0]} == table1
     assert len(table1) + len(others) == len(all_published())
 
 

@@ -1,7 +1,7 @@
 """The study of step size by depth: perceptrons of 5 to 100 layers, and ``lr="auto"`` on every task that Nero trains.
 
 ``nero run perceptron-20 --lr 0.003`` trains at a given rate. ``nero run TASK --optimiser auto`` divides the rate, which
-is then called the trust, by the depth. Results: docs/studies/depth.md.
+is then called the trust, by the depth; so does ``nero run TASK --lr auto``. Results: docs/studies/depth.md.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from nero_lab.models.mlp import mlp, normed_mlp
-from nero_lab.protocol import Contender, Schedule, SettingError, Task, linear_decay
+from nero_lab.protocol import Contender, Schedule, Seconds, SettingError, Task, linear_decay
 from nero_lab.tasks.paper import mnist_deep
 
 LAYERS = (5, 10, 20, 50, 100)
@@ -59,8 +59,21 @@ def perceptron(
         grid=RATES,
         epochs=EPOCHS,
         schedule=schedule,
-        seconds=(None, None),
+        seconds=Seconds(),
     )
+
+
+def form_of(task: Task, optimiser: str) -> str:
+    """Return the form of ``lr="auto"`` that trains a task like one of its contenders.
+
+    Raises:
+        SettingError: if the contender is not the one that the forms derive from.
+    """
+    if optimiser in FORMS:
+        return optimiser
+    if optimiser != (trained := _nero_contender(task)):
+        raise SettingError(f"{optimiser} has no learning rate auto: give it a number, or take --optimiser {trained}")
+    return "auto"
 
 
 def by_depth(task: Task) -> Task:
@@ -69,15 +82,19 @@ def by_depth(task: Task) -> Task:
     A form is Nero as the task runs it (the last of several variants, if none is called ``"nero"``), with its rate
     divided by the depth of the network.
     """
-    variants = {name: contender for name, contender in task.contenders.items() if contender.optimiser == "nero"}
-    if not variants:
-        raise SettingError(f"{task.name} is not trained by Nero: take one of {', '.join(task.contenders)}")
-    nero = variants.get("nero") or list(variants.values())[-1]
+    nero = task.contenders[_nero_contender(task)]
     contenders = {
         name: replace(nero, best=TRUST, options={**nero.options, "depth": "auto", **bound})
         for name, bound in FORMS.items()
     }
     return replace(task, study="depth", shows="", contenders=contenders, grid=TRUSTS)
+
+
+def _nero_contender(task: Task) -> str:
+    variants = [name for name, contender in task.contenders.items() if contender.optimiser == "nero"]
+    if not variants:
+        raise SettingError(f"{task.name} is not trained by Nero: take one of {', '.join(task.contenders)}")
+    return "nero" if "nero" in variants else variants[-1]
 
 
 TASKS: tuple[Task, ...] = (

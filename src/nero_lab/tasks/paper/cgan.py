@@ -9,7 +9,7 @@ the discriminator, and that is a contender of its own.
 from nero_lab.data.augmentation import flip
 from nero_lab.loops.adversarial import Adversarial
 from nero_lab.models.biggan import GANPair
-from nero_lab.protocol import Contender, Task, drop
+from nero_lab.protocol import Contender, Seconds, Task, drop
 
 task = Task(
     name="cgan",
@@ -31,6 +31,6 @@ task = Task(
     metric="test_distance",
     augment=flip,
     loop=Adversarial,
-    seconds=(1302, None),
+    seconds=Seconds(1302, 513, None),
     side_by_side=2,
 )

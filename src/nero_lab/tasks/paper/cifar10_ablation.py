@@ -5,7 +5,7 @@ relative to a tensor's mean neuron norm at the start, which matters where the no
 """
 
 from nero_lab.models.vgg import vgg11
-from nero_lab.protocol import Contender, Task
+from nero_lab.protocol import Contender, Seconds, Task
 from nero_lab.tasks.paper.cifar10 import CIFAR10
 
 FINE_GRID = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1)
@@ -28,6 +28,6 @@ task = Task(
         "nero-both": nero(fix_mean=True, fix_norm=True, best=0.02),
     },
     grid=FINE_GRID,
-    seconds=(405, 509_000),
+    seconds=Seconds(405, 121, 509_000),
     **CIFAR10,
 )

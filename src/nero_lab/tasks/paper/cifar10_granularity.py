@@ -5,7 +5,7 @@ cifar10-ablation with neither constraint and with both.
 """
 
 from nero_lab.models.vgg import vgg11
-from nero_lab.protocol import Contender, Task
+from nero_lab.protocol import Contender, Seconds, Task
 from nero_lab.tasks.paper.cifar10 import CIFAR10
 from nero_lab.tasks.paper.cifar10_ablation import FINE_GRID
 
@@ -21,6 +21,6 @@ task = Task(
         "lamb-balanced": Contender("lamb", best=0.06, options={"balanced": True}),
     },
     grid=FINE_GRID,
-    seconds=(405, 509_000),
+    seconds=Seconds(405, 121, 509_000),
     **CIFAR10,
 )

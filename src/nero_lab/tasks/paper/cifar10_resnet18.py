@@ -1,7 +1,7 @@
 """ResNet-18 on CIFAR-10: as VGG-11, on a network with batch norm and skips."""
 
 from nero_lab.models.resnet import resnet18
-from nero_lab.protocol import Contender, Task
+from nero_lab.protocol import Contender, Seconds, Task
 from nero_lab.tasks.paper.cifar10 import CIFAR10
 
 task = Task(
@@ -16,7 +16,7 @@ task = Task(
         "lamb": Contender("lamb", best=0.1),
     },
     grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
-    seconds=(1280, 1_190_000),
+    seconds=Seconds(1280, 358, 1_190_000),
     side_by_side=2,
     **CIFAR10,
 )

@@ -4,7 +4,7 @@ The learning rate is tuned over {0.0001, 0.001, 0.01, 0.1, 1}.
 """
 
 from nero_lab.models.vgg import vgg11
-from nero_lab.protocol import Contender, Task
+from nero_lab.protocol import Contender, Seconds, Task
 from nero_lab.tasks.paper.cifar10 import CIFAR10
 
 task = Task(
@@ -19,6 +19,6 @@ task = Task(
         "lamb": Contender("lamb", best=0.01),
     },
     grid=(0.0001, 0.001, 0.01, 0.1, 1.0),
-    seconds=(405, 509_000),
+    seconds=Seconds(405, 121, 509_000),
     **CIFAR10,
 )

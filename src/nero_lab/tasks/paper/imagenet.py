@@ -10,7 +10,7 @@ from torch import nn
 from nero_lab import distributed
 from nero_lab.data import Dataset, Photos
 from nero_lab.models.resnet import resnet50
-from nero_lab.protocol import Contender, Task, warm_up_then_cosine
+from nero_lab.protocol import Contender, Seconds, Task, warm_up_then_cosine
 
 #: λ of λ/2 (gain - 1)². The paper does not give it; this value is ours, not tuned.
 PENALTY = 0.001
@@ -40,8 +40,8 @@ task = Task(
     batch=400,
     schedule=warm_up_then_cosine(1, 90),
     metric="test_accuracy",
+    seconds=Seconds(),
     verdict=count_data,
     is_distributable=True,
-    seconds=(None, None),
     side_by_side=1,
 )

@@ -7,7 +7,7 @@ its start tuned over {0.0001, 0.001, 0.01, 0.1}. Adam and LAMB ran with β₁ = 
 from functools import partial
 
 from nero_lab.models.mlp import mlp
-from nero_lab.protocol import Contender, Task, decay_each_epoch
+from nero_lab.protocol import Contender, Seconds, Task, decay_each_epoch
 
 task = Task(
     name="mnist-deep",
@@ -26,6 +26,6 @@ task = Task(
     batch=250,
     schedule=decay_each_epoch(0.9),
     metric="train_accuracy",
-    seconds=(99, 22_800),
+    seconds=Seconds(99, 47, 22_800),
     side_by_side=12,
 )

@@ -7,7 +7,7 @@ batches of 250, without decay. The network is the same function for every σ; it
 from functools import partial
 
 from nero_lab.models.mlp import reparameterised
-from nero_lab.protocol import Contender, Task, constant
+from nero_lab.protocol import Contender, Seconds, Task, constant
 
 task = Task(
     name="mnist-reparameterised",
@@ -26,6 +26,6 @@ task = Task(
     batch=250,
     schedule=constant,
     metric="train_accuracy",
-    seconds=(1.2, 124),
+    seconds=Seconds(1.2, 1.1, 124),
     side_by_side=6,
 )

@@ -12,7 +12,7 @@ from functools import partial
 from nero_lab.loops.agent import Agent
 from nero_lab.loops.ppo import PPO
 from nero_lab.models.actor_critic import ActorCritic
-from nero_lab.protocol import Contender, Task, linear_decay
+from nero_lab.protocol import Contender, Seconds, Task, linear_decay
 
 #: Each of 80 rounds of 1024 steps: 4,997,120 steps in all.
 EPOCHS = 61
@@ -35,7 +35,7 @@ task = Task(
     batch=256,
     schedule=linear_decay(EPOCHS),
     metric="reward",
-    seconds=(915, None),
+    seconds=Seconds(915, 832, None),
     side_by_side=2,
     loop=partial(Agent, ppo=PPO(rounds=80)),
 )

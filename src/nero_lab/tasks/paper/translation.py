@@ -13,7 +13,7 @@ from torch import nn
 
 from nero_lab.data import Dataset, Pairs, pairs
 from nero_lab.models.transformer import Translator
-from nero_lab.protocol import Contender, Task, rise_and_fall
+from nero_lab.protocol import Contender, Seconds, Task, rise_and_fall
 
 
 def bleu(model: nn.Module, data: Dataset) -> dict[str, float]:
@@ -56,5 +56,5 @@ task = Task(
     is_loss_summed=True,
     verdict=bleu,
     tools={"sacrebleu": "BLEU"},
-    seconds=(539, None),
+    seconds=Seconds(539, 307, None),
 )

@@ -5,7 +5,7 @@ its start tuned over {0.0001, 0.001, 0.01, 0.1, 1}. No optimiser has momentum; S
 """
 
 from nero_lab.models.transformer import language_model
-from nero_lab.protocol import Contender, Task, drop
+from nero_lab.protocol import Contender, Seconds, Task, drop
 
 task = Task(
     name="wikitext2",
@@ -24,5 +24,5 @@ task = Task(
     batch=20,
     schedule=drop(0.1, at=(10,)),
     metric="valid_loss",
-    seconds=(123, 47_500),
+    seconds=Seconds(123, 86, 47_500),
 )

@@ -43,6 +43,7 @@ def param_groups(
                 "fan_in_axes": role.fan_in_axes,
                 "fan_in_groups": role.fan_in_groups,
                 **options,
+                **({"gain_penalty": 0.0} if role.has_offset else {}),
             },
         )
         group["params"].append((name, parameters[name]))

@@ -31,7 +31,7 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
     (r"\w*(?:Mamba|Mixer|SSM|SSD)\w*\.D", "bias"),
     (r"\w*Hyper(?:Connection|Head)\.(?:hc_)?fn|\w*Indexer\.\w+_gate", "oi"),  # DeepSeek V4, GLM 5
     (r"\w*Hyper(?:Connection|Head)\.\w+|\w*Indexer\.\w+_ape|\w*(?:Rglru|RGLRU)\.recurrent_param", "bias"),
-    (r"\w*(?:Snake\w*|StarReLU)\.\w+", "bias"),
+    (r"\w*(?:Snake\w*|StarReLU)\.\w+|PriorTransformer\.clip_(?:mean|std)", "bias"),
     (r"Affine\.alpha|\w*LayerScale\w*\.\w+", "gain"),
 )
 

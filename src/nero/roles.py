@@ -164,14 +164,14 @@ def _agreed(owners: Sequence[tuple[str, Role]]) -> Role:
             raise ValueError(
                 f"parameters {name!r} ({role}, from {role.why}) and {other!r} ({rival}, from {rival.why}) are one "
                 f"tensor with two roles: choose one with nero.Nero(nero.param_groups(model, overrides="
-                f"{{{name!r}: {_as_override(role)}}})), or {_as_override(rival)} for the other"
+                f"{{{name!r}: {as_override(role)}}})), or {as_override(rival)} for the other"
             )
     if len(owners) == 1:
         return role
     return replace(role, why=f"{role.why}, tied to {', '.join(other for other, _ in owners[1:])}")
 
 
-def _as_override(role: Role) -> str:
+def as_override(role: Role) -> str:
     """Return a role as its user would write it in ``overrides``."""
     if role.kind != "neuron":
         return repr(role.kind)

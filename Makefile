@@ -1,17 +1,18 @@
 # All commands need Python 3.11 or newer, pip and make, and set up .venv by themselves:
 #   make demo     train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test     run the checks of format, lint, types and imports, then all tests
+#   make test-models  test the roles of models of timm, torchvision and diffusers, in .venv-models
 #   make format   fix format and lint where a machine can
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
 #   make docs     fill the cost tables and file trees of the pages
 #   make paper    pack new records in results/, draw the paper's figures and fill its tables
 #   make figures  train the networks of docs/figures/watch.png and gains.png again, and draw them
-#   make clean    remove .venv and out
+#   make clean    remove .venv, .venv-models and out
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test format bench docs paper figures clean
+.PHONY: demo test test-models format bench docs paper figures clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -22,6 +23,12 @@ test: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest --numprocesses 2 --cov --cov-report=term-missing
+
+test-models: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-models
+	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+		diffusers==0.42.1 timm==1.0.30 transformers hypothesis pytest
+	.venv-models/bin/python -m pytest tests/core/test_roles_libraries.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
@@ -47,7 +54,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv out
+	rm -rf .venv .venv-models out
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -125,12 +125,13 @@ def has_offset(norm: nn.Module) -> bool:
     A copy of the layer with parameters of zero runs on a small input. A layer that cannot run so counts as one without.
     """
     probe = copy.copy(norm)
-    tensors = {name: dict(getattr(norm, name)) for name in ("_parameters", "_buffers")}
-    for name, own in tensors.items():
-        zeros = {key: None if each is None else torch.zeros(each.shape, device="cpu") for key, each in own.items()}
-        probe.__dict__[name] = zeros
-    probe.__dict__["training"] = False
-    width = next((each.shape[-1] for each in tensors["_parameters"].values() if each is not None and each.dim()), 1)
+    own = {key: each for key, each in norm._parameters.items() if each is not None}
+    zeros = {key: nn.Parameter(torch.zeros(each.shape, device="cpu"), requires_grad=False) for key, each in own.items()}
+    buffers = {
+        key: each if each is None else torch.zeros(each.shape, device="cpu") for key, each in norm._buffers.items()
+    }
+    vars(probe).update(_parameters={**norm._parameters, **zeros}, _buffers=buffers, training=False)
+    width = next((each.shape[-1] for each in own.values() if each.dim()), 1)
     inputs = torch.arange(2.0 * width, device="cpu").reshape(1, 2, width)
     try:
         with torch.no_grad(), torch.random.fork_rng(()):

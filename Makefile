@@ -2,12 +2,13 @@
 #   make demo     train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test     run the checks of format, lint, types and imports, then all tests
 #   make test-versions  run the core's tests on the oldest and the newest torch, each in its own environment
+#   make test-models  test the roles of models of timm, torchvision and diffusers, in .venv-models
 #   make format   fix format and lint where a machine can
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
 #   make docs     fill the cost tables and file trees of the pages
 #   make paper    pack new records in results/, draw the paper's figures and fill its tables
 #   make figures  train the networks of docs/figures/watch.png and gains.png again, and draw them
-#   make clean    remove .venv and out
+#   make clean    remove .venv, .venv-models and out
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
@@ -18,7 +19,7 @@ TORCH_oldest ?= 2.8.0
 PYTHON_newest ?= $(PYTHON)
 TORCH_newest ?= 2.15.0
 
-.PHONY: demo test test-versions test-oldest test-newest format bench docs paper figures clean
+.PHONY: demo test test-models test-versions test-oldest test-newest format bench docs paper figures clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -36,6 +37,13 @@ test-versions:
 test-oldest test-newest: test-%: .venv-%/ready
 	.venv-$*/bin/python -c "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
 	.venv-$*/bin/pytest --quiet --numprocesses 2 tests/core tests/backends tests/auto
+
+test-models: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-models
+	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+		diffusers==0.42.1 timm==1.0.30 transformers hypothesis pytest
+	.venv-models/bin/python -m pytest tests/core/test_roles_libraries.py
+	.venv-models/bin/python -m pytest tests/test_recipes.py -k timm
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
@@ -62,7 +70,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest out
+	rm -rf .venv .venv-models .venv-oldest .venv-newest out
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -9,6 +9,7 @@ from torch import nn
 from nero.roles import Role
 
 GAIN, BIAS = Role("gain", ()), Role("bias", ())
+OFFSET_GAIN = Role("gain", (), has_offset=True)
 
 
 def neuron(*axes, groups=1):

@@ -1,25 +1,35 @@
 """The table to read before training: the role of each parameter, its cost, and what will not be balanced."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nero.parameters import COMPLEX
-from nero.roles import Override, Role, roles_of
+from nero.roles import Override, Role, as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
 from nero.text_table import text_table
 
-HEADER = ("name", "shape", "role", "neurons x fan-in", "state / Adam's", "why")
+HEADER = ("name", "shape", "role", "neurons x fan-in", "state", "why")
 #: Longer lists of parameter names are cut.
 MAX_NAMES = 3
+MAX_COLUMNS = 100
+#: Where balancing changes weights by more, relative to their norm, the text names ``pretrained=True``. As much as ten
+#: steps of the default learning rate can: a network that Nero has trained is far below, one that others have far above.
+LARGE_CHANGE = 0.1
 
 
 class Row(NamedTuple):
-    """One parameter: its role, its cost, and why it is not balanced, or an empty string if it is."""
+    """One parameter: its role, its cost, and why it is not balanced, or an empty string if it is.
+
+    The last two are of the trained neurons: how far balancing moves them, and their norm, both squared. They are NaN
+    where the values are not known, as on the meta device.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,12 +39,19 @@ class Row(NamedTuple):
     state_bytes: int
     adam_bytes: int
     unbalanced: str
+    squared_change: float = 0.0
+    squared_norm: float = 0.0
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the role comes from the shape, since the layer is not known."""
+        return self.role.why.endswith(" is unknown")
 
     def cells(self) -> tuple[str, ...]:
         """Return the text of each column."""
         shape = " x ".join(map(str, self.shape)) or "scalar"
         neurons = f"{self.neurons:,} x {self.fan_in:,}" if self.role.kind == "neuron" else "-"
-        state = f"{_bytes(self.state_bytes)} / {_bytes(self.adam_bytes)}" if self.state_bytes else "-"
+        state = _bytes(self.state_bytes) if self.state_bytes else "-"
         return self.name, shape, self.role.kind, neurons, state, self.role.why
 
 
@@ -68,30 +85,60 @@ class Description:
         """The size of Adam's state for the same parameters."""
         return sum(row.adam_bytes for row in self.rows)
 
+    @property
+    def balancing_change(self) -> float:
+        """How far balancing moves the trained neurons, relative to their norm; NaN if their values are not known."""
+        norm = sum(row.squared_norm for row in self.rows)
+        return math.sqrt(sum(row.squared_change for row in self.rows) / norm) if norm else math.nan
+
     def __str__(self) -> str:
         share = f", {_percent(self.state_bytes / self.adam_bytes)} of it" if self.adam_bytes else ""
-        return "\n".join(
-            [
-                text_table(HEADER, [row.cells() for row in self.rows], numeric=False),
-                "",
-                f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
-                f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
-                *self._reasons(),
-            ]
-        )
+        blocks = sorted(_blocks(self.rows), key=lambda block: block[0].is_unknown)
+        lines = [
+            _fitted_table([(_label(block), *block[0].cells()[1:]) for block in blocks]),
+            "",
+            f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
+            f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
+            *self._reasons(blocks),
+            *self._unknown([block for block in blocks if block[0].is_unknown]),
+            *self._change(),
+        ]
+        return "\n".join(lines)
 
     __repr__ = __str__  # notebooks display the repr
 
-    def _reasons(self) -> list[str]:
+    def _reasons(self, blocks: Iterable[Sequence[Row]]) -> list[str]:
         """Return the lines that list what will not be balanced, by reason."""
-        names: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.unbalanced:
-                names.setdefault(row.unbalanced, []).append(row.name)
-        if not names:
+        labels: dict[str, list[str]] = {}
+        for block in blocks:
+            if block[0].unbalanced:
+                labels.setdefault(block[0].unbalanced, []).append(_label(block))
+        if not labels:
             return []
-        width = max(map(len, names))
-        return ["not balanced:", *(f"  {reason.ljust(width)}  {_listed(own)}" for reason, own in names.items())]
+        width = max(map(len, labels))
+        lines = (f"  {reason.ljust(width)}  {_listed(own, MAX_COLUMNS - width - 4)}" for reason, own in labels.items())
+        return ["not balanced:", *lines]
+
+    def _unknown(self, blocks: Iterable[Sequence[Row]]) -> list[str]:
+        """Return the lines that give the roles of unknown parameters as overrides, to be checked."""
+        entries = [
+            f"    {pattern!r}: {as_override(block[0].role)}," for block in blocks for pattern in self._patterns(block)
+        ]
+        return ["unknown, with roles by shape; check them:", "overrides={", *entries, "}"] if entries else []
+
+    def _patterns(self, block: Sequence[Row]) -> list[str]:
+        """Return one pattern that matches the rows of a block and no others, or else their names."""
+        names = [row.name for row in block]
+        pattern = re.sub(r"\b\d+\b", "*", names[0])
+        is_exact = names == [row.name for row in self.rows if fnmatchcase(row.name, pattern)]
+        return [pattern] if is_exact and len(names) > 1 else names
+
+    def _change(self) -> list[str]:
+        change = self.balancing_change
+        if math.isnan(change):
+            return []
+        hint = "; if they are pretrained, use pretrained=True" if change > LARGE_CHANGE else ""
+        return [f"balancing changes the weights by {_percent(change)} of their norm{hint}"]
 
 
 def describe(model: nn.Module, overrides: Mapping[str, Override] | None = None) -> Description:
@@ -105,11 +152,11 @@ def describe(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         An object that prints as a table and holds its numbers.
 
     Example:
-        >>> print(describe(nn.Linear(784, 10)))
-        name    shape     role    neurons x fan-in  state / Adam's  why
-        ------  --------  ------  ----------------  --------------  -------------
-        weight  10 x 784  neuron  10 x 784          52 B / 62.7 kB  Linear.weight
-        bias    10        bias    -                 56 B / 84 B     Linear.bias
+        >>> print(describe(nn.Linear(784, 10, device="meta")))
+        name    shape     role    neurons x fan-in  state  why
+        ------  --------  ------  ----------------  -----  -------------
+        weight  10 x 784  neuron  10 x 784          52 B   Linear.weight
+        bias    10        bias    -                 56 B   Linear.bias
         <BLANKLINE>
         7,850 parameters in 2 tensors; 10 neurons
         state: 108 B for Nero, 62.8 kB for Adam, 0.17 % of it
@@ -134,7 +181,22 @@ def _row(name: str, parameter: Tensor, role: Role) -> Row:
     state_bytes = fixed + number_bytes * (neurons if is_neuron else parameter.numel())
     adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
     unbalanced = _why_unbalanced(parameter, role, fan_in)
-    return Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced)
+    row = Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced)
+    change, size = _change_and_norm(parameter, role)
+    return row._replace(squared_change=change, squared_norm=size)
+
+
+@torch.no_grad()
+def _change_and_norm(parameter: Tensor, role: Role) -> tuple[float, float]:
+    """Return how far balancing moves the neurons that it can, and their norm, both squared."""
+    if role.kind != "neuron" or parameter.is_complex() or not parameter.numel():
+        return 0.0, 0.0
+    if parameter.is_meta:
+        return math.nan, math.nan
+    wide = role.view(parameter).to(statistics_dtype(parameter.dtype))
+    balanced, possible = project(wide, role.axes)
+    old, new = (torch.where(possible, each, 0.0).double() for each in (wide, balanced))
+    return float((new - old).square().sum()), float(old.square().sum())
 
 
 @torch.no_grad()
@@ -162,9 +224,60 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     return f"{stuck} of {possible.numel()} neurons {what}, until their first gradient"
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+def _blocks(rows: Iterable[Row]) -> list[list[Row]]:
+    """Group the rows that differ in the numbers of their names alone, as of repeated layers."""
+    blocks: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        name = re.sub(r"\b\d+\b", "*", row.name)
+        key = (name, row.shape, row.role, row.role.why, row.state_bytes, row.adam_bytes, row.unbalanced)
+        blocks.setdefault(key, []).append(row)
+    return list(blocks.values())
+
+
+def _label(block: Sequence[Row]) -> str:
+    """Name a block by the ranges of its numbers, and count it: ``layers.0-11.weight (12)``."""
+    if len(block) == 1:
+        return block[0].name
+    columns = zip(*(re.findall(r"\b\d+\b", row.name) for row in block), strict=True)
+    ranges = iter([_range(sorted(set(map(int, column)))) for column in columns])
+    return re.sub(r"\b\d+\b", lambda _: next(ranges), block[0].name) + f" ({len(block)})"
+
+
+def _range(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    is_dense = numbers[-1] - numbers[0] + 1 == len(numbers)
+    return f"{numbers[0]}-{numbers[-1]}" if is_dense else "*"
+
+
+def _fitted_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Make the table, with names and reasons cut where it would be wider than a terminal."""
+    names, _, *middle, whys = (max(map(len, column)) for column in zip(HEADER, *rows, strict=True))
+    shapes = min(24, max(len(row[1]) for row in (HEADER, *rows)))
+    free = MAX_COLUMNS - shapes - sum(middle) - 2 * (len(HEADER) - 1)
+    if names + whys > free:
+        whys = max(min(whys, free // 3), free - names)
+        names = free - whys
+    cut = [(_cut(name, names), _cut(shape, shapes), *own, _cut(why, whys)) for name, shape, *own, why in rows]
+    return text_table(HEADER, cut, numeric=False)
+
+
+def _cut(text: str, columns: int) -> str:
+    """Cut a text in the middle."""
+    if len(text) <= columns:
+        return text
+    end = (columns - 1) // 2
+    return text[: columns - 1 - end] + "…" + text[len(text) - end :]
+
+
+def _listed(names: Sequence[str], columns: int) -> str:
+    """List names while there is room for them, and count the others."""
+    for count in range(min(MAX_NAMES, len(names)), 0, -1):
+        more = f" and {len(names) - count} more" if len(names) > count else ""
+        text = ", ".join(names[:count]) + more
+        if len(text) <= columns:
+            return text
+    return _cut(names[0], columns - len(more)) + more
 
 
 def _bytes(count: int) -> str:

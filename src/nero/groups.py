@@ -49,6 +49,7 @@ def param_groups(
                 "fan_in_groups": role.fan_in_groups,
                 **options,
                 **({"lr": own_rate(options["lr"])} if "lr" in options else {}),
+                **({"gain_penalty": 0.0} if role.has_offset else {}),
             },
         )
         group["params"].append((name, parameters[name]))

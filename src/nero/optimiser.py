@@ -171,10 +171,10 @@ class Nero(torch.optim.Optimizer):
         self._enter_added()
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)
-        if gain_penalty and all(role.kind != "gain" for role in self._roles.values()):
+        if gain_penalty and not any(part.role.kind == "gain" and part.group["gain_penalty"] for part in self.parts()):
             warnings.warn(
-                f"gain_penalty={gain_penalty} has no effect: none of the parameters is known to be a gain. Give the "
-                "model itself, nero.Nero(model), or groups with role='gain'",
+                f"gain_penalty={gain_penalty} has no effect: none of the parameters is known to be a gain around one. "
+                "Give the model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
 

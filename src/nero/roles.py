@@ -1,10 +1,10 @@
 """Roles: which parameters hold neurons, gains or biases, and along which axes a neuron's fan-in runs.
 
-The layer that owns a parameter decides its role. For an unknown layer, the paper's shape rule does.
+The layer that owns a parameter decides its role, or else the parameter's name (:mod:`nero.known_layers`). For all
+others, the paper's shape rule does.
 """
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -16,6 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _WeightNorm
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, type_before_parametrizations
 from torch.nn.utils.weight_norm import WeightNorm
+
+from nero import known_layers
 
 Kind: TypeAlias = Literal["neuron", "gain", "bias"]
 KINDS: tuple[Kind, ...] = ("neuron", "gain", "bias")
@@ -32,12 +34,15 @@ class Role:
         fan_in_groups: the number of blocks into which axis 0 is split before the fan-in is taken. Grouped transposed
             convolutions need it: their weight holds the groups along its fan-in.
         why: the source of the role, for display; comparisons ignore it.
+        has_offset: whether a gain is the w of a layer that scales by 1 + w, as Gemma's norms do. Such a gain is meant
+            to be zero, so ``gain_penalty``, which pulls to one, leaves it out.
     """
 
     kind: Kind
     fan_in_axes: tuple[int, ...] | None = None
     fan_in_groups: int = 1
     why: str = field(default="given", compare=False)
+    has_offset: bool = False
 
     def on(self, shape: Iterable[int]) -> "Role":
         """Return the role for a parameter of a shape: with its axes filled in, and a gain if its fan-in is 1.
@@ -76,7 +81,7 @@ class Role:
 
     def __str__(self) -> str:
         if self.kind != "neuron":
-            return "gains" if self.kind == "gain" else "biases"
+            return ("gains of 1 + w" if self.has_offset else "gains") if self.kind == "gain" else "biases"
         groups = f" in {self.fan_in_groups} groups" if self.fan_in_groups > 1 else ""
         return f"neurons along axes {self.fan_in_axes}{groups}"
 
@@ -158,11 +163,23 @@ def _agreed(owners: Sequence[tuple[str, Role]]) -> Role:
         if rival != role:
             raise ValueError(
                 f"parameters {name!r} ({role}, from {role.why}) and {other!r} ({rival}, from {rival.why}) are one "
-                f"tensor with two roles: choose one with roles_of(model, overrides={{{name!r}: ...}})"
+                f"tensor with two roles: choose one with nero.Nero(nero.param_groups(model, overrides="
+                f"{{{name!r}: {as_override(role)}}})), or {as_override(rival)} for the other"
             )
     if len(owners) == 1:
         return role
     return replace(role, why=f"{role.why}, tied to {', '.join(other for other, _ in owners[1:])}")
+
+
+def as_override(role: Role) -> str:
+    """Return a role as its user would write it in ``overrides``."""
+    if role.kind != "neuron":
+        return repr(role.kind)
+    return (
+        f"nero.Role('neuron', {role.fan_in_axes}, {role.fan_in_groups})"
+        if role.fan_in_groups > 1
+        else repr(role.fan_in_axes)
+    )
 
 
 def _overridden(name: str, shape: tuple[int, ...], override: Override) -> Role:
@@ -234,7 +251,7 @@ def _claims(model: nn.Module) -> Iterator[tuple[str, Role, Tensor]]:
                 layer, tensor_name = parametrized[id(module)]
                 role = _role_of_original(layer, tensor_name, cast(ParametrizationList, module), name, parameter)
             else:
-                role = _role_in_layer(module, name, tuple(parameter.shape))
+                role = _role_in_layer(module, prefix.rpartition(".")[2], name, tuple(parameter.shape))
             yield full_name, role, parameter
 
 
@@ -245,7 +262,7 @@ def _role_of_original(
     if isinstance(originals[0], _WeightNorm) and name == "original0":
         return Role("gain", (), why="weight_norm's length")
     if parameter.shape == _shape_made(originals):
-        role = _role_in_layer(layer, tensor_name, tuple(parameter.shape))
+        role = _role_in_layer(layer, "", tensor_name, tuple(parameter.shape))
         return replace(role, why=f"{role.why}, parametrized")
     role = role_from_shape(parameter.shape)
     return replace(role, why=f"{role.why}; behind {type_before_parametrizations(layer).__name__}.{tensor_name}")
@@ -260,8 +277,8 @@ def _shape_made(originals: ParametrizationList) -> torch.Size:
         return cast(torch.Size, torch.func.functional_call(originals, buffers, ()).shape)
 
 
-def _role_in_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role:
-    """Return the role of a parameter that a layer owns."""
+def _role_in_layer(module: nn.Module, attribute: str, name: str, shape: tuple[int, ...]) -> Role:
+    """Return the role of a parameter that a layer owns; ``attribute`` is the name of the layer in the model."""
     hooks = module._forward_pre_hooks.values()
     if any(isinstance(hook, WeightNorm) and name == f"{hook.name}_g" for hook in hooks):
         return Role("gain", (), why="weight_norm's length")
@@ -271,11 +288,25 @@ def _role_in_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role
         name = name.removesuffix("_orig")
 
     layer = type_before_parametrizations(module).__name__
-    known = _known_role(module, name, shape)
+    if known_layers.is_coefficient_table(module, attribute):
+        return Role("bias", (), why=f"{layer}, by the name {attribute}")
+    known = _role_in_torch_layer(module, name, shape)
+    if known is not None:
+        return replace(known, why=f"{layer}.{name}").on(shape)
+    layers = tuple(base.__name__ for base in type(module).__mro__)
+    if isinstance(module, nn.ParameterList):
+        name = attribute  # its own names are numbers
+    rule, is_by_name = known_layers.rule_of(layers, name, len(shape)) or ("", False)
+    if known_layers.is_norm(layers) and rule in ("", "gain"):
+        known = _role_in_norm(module, name)
+    elif rule:
+        known = _role_under(rule, shape)
+    else:
+        known = _role_in_named_layer(module, layers, name, shape)
     if known is None:
         role = role_from_shape(shape)
         return replace(role, why=f"{role.why}; {layer} is unknown")
-    return replace(known, why=f"{layer}.{name}").on(shape)
+    return replace(known, why=f"{layer}.{name}" + ", by name" * is_by_name).on(shape)
 
 
 _OUTPUT_FIRST = (
@@ -292,26 +323,43 @@ _OUTPUT_FIRST = (
 )
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-# WeightNorm, SpectralNorm and the like normalise weights: they hold neurons
-_NORM_NAME = re.compile(r"(?:(?<!Weight)(?<!Spectral)(?<!Linear)(?<!Conv)Norm(?:alization)?(?:Gated)?(?:\dd)?|GRN)$")
 _SHIFTS = ("bias", "beta", "shift", "offset")
 
 
-def _known_role(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role | None:
-    class_names = [base.__name__ for base in type(module).__mro__]
+def _role_in_torch_layer(module: nn.Module, name: str, shape: tuple[int, ...]) -> Role | None:
     if isinstance(module, _TRANSPOSED) and name == "weight":
         return Role("neuron", (0, *range(2, len(shape))), module.groups)
     if isinstance(module, _OUTPUT_FIRST + _TRANSPOSED):
         if name in ("bias_k", "bias_v"):  # attention's extra key and value: vectors of shape (1, 1, D)
             return Role("neuron", (2,))
         return Role("neuron") if len(shape) > 1 else Role("bias", ())
-    if isinstance(module, _NORMS) or any(_NORM_NAME.search(class_name) for class_name in class_names):
-        return Role("bias" if name in _SHIFTS else "gain", ())
+    if isinstance(module, _NORMS):
+        return _role_in_norm(module, name)
     if isinstance(module, nn.PReLU):  # a slope: pulling it to one would undo the non-linearity
         return Role("bias", ())
-    if "Conv1D" in class_names and "nf" in vars(module):  # GPT-2's linear layer
+    return None
+
+
+def _role_in_norm(norm: nn.Module, name: str) -> Role:
+    if name in _SHIFTS:
+        return Role("bias", ())
+    is_of_torch = type(norm).forward.__module__.startswith("torch.nn.modules.")
+    return Role("gain", (), has_offset=not is_of_torch and known_layers.has_offset(norm))
+
+
+def _role_under(rule: str, shape: tuple[int, ...]) -> Role:
+    if rule in ("gain", "bias"):
+        return Role(cast(Kind, rule), ())
+    return Role("neuron", known_layers.fan_in_axes(rule, shape))
+
+
+def _role_in_named_layer(module: nn.Module, layers: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Role | None:
+    """Return the role of a parameter of a layer that is known by the name of its class."""
+    if "Conv1D" in layers and "nf" in vars(module):  # GPT-2's linear layer
         return Role("neuron", (0,)) if name == "weight" else Role("bias", ())
-    if any("Experts" in class_name for class_name in class_names):
+    if "DbrxExpertGLU" in layers and name == "w2":  # (experts x in, out)
+        return Role("neuron", (0,), cast(int, module.moe_num_experts))
+    if any("Experts" in layer for layer in layers):
         return _role_of_experts(module, shape)
     return None
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -100,7 +101,9 @@ def test_description_on_meta_device_is_the_same():
         return str(nero.describe(nn.TransformerEncoderLayer(8, 2, 12, device=device))).splitlines()
 
     with torch.device("meta"):
-        assert lines(None) == lines("cpu")
+        meta, cpu = lines(None), lines("cpu")
+    assert meta == cpu[:-1]
+    assert cpu[-1].startswith("balancing")  # the values are needed for it
     huge = nero.describe(nn.Linear(10**6, 10**6, device="meta"))
     assert huge.parameters == 10**12 + 10**6
     assert "8 TB for Adam, 0.0001 % of it" in str(huge)
@@ -202,9 +205,10 @@ def test_reasons_list_names_and_cut_long_lists():
     section = str(nero.describe(frozen(model, "0.weight"))).partition("not balanced:\n")[2]
     assert section.splitlines() == [
         "  frozen                      0.weight",
-        "  bias: it has no fan-in      0.bias, 1.bias, 2.bias and 5 more",
+        "  bias: it has no fan-in      0-4.bias (5), 5.bias, 6.bias and 1 more",
         "  norm only: its fan-in is 2  6.weight",
         "  gain: it has no fan-in      7.weight",
+        "balancing" + section.partition("balancing")[2],
     ]
     assert "not balanced" not in str(nero.describe(nn.Linear(4, 3, bias=False)))
 
@@ -212,22 +216,78 @@ def test_reasons_list_names_and_cut_long_lists():
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_text_is_aligned_in_columns(make):
     description = nero.describe(make())
-    lines = str(description).splitlines()
-    header, rule, *rows = lines[: 2 + len(description.rows)]
-    assert lines[len(rows) + 2] == ""
+    header, rule, *rows = str(description).partition("\n\n")[0].splitlines()
     assert header.split("  ")[0].strip() == "name"
     starts = [0, *(place + 2 for place, text in enumerate(rule) if rule[place : place + 2] == "  ")]
     assert len(starts) == 6
     for line in (header, *rows):
         assert line == line.rstrip()
+        assert len(line) <= 100
         cells = [line[start:end].rstrip() for start, end in itertools.zip_longest(starts, starts[1:])]
         assert all(cell and cell == cell.strip() for cell in cells)
         for start in starts[1:]:  # every column starts after two spaces
             assert line[start - 2 : start] == "  "
             assert line[start] != " "
-    for row, line in zip(description.rows, rows, strict=True):
-        assert line.startswith(row.name)
-        assert line.endswith(row.role.why)
+    counts = [int(count) for line in rows for count in re.findall(r" \((\d+)\) ", line[: starts[1]])]
+    assert len(rows) - len(counts) + sum(counts) == len(description.rows)
+
+
+class Gated(nn.Module):
+    """A layer that is not known."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.mixer = nn.Parameter(torch.randn(shape))
+        self.linear = nn.Linear(8, 8)
+
+
+def test_repeated_layers_fold_into_one_row_with_count():
+    model = nn.ModuleDict({"layers": nn.ModuleList([Gated(4, 3) for _ in range(12)]), "head": nn.Linear(8, 2)})
+    description = nero.describe(model)
+    table = str(description).partition("\n\n")[0].splitlines()[2:]
+    assert len(description.rows) == 38
+    assert [line.partition("  ")[0] for line in table] == [
+        *("layers.0-11.linear.weight (12)", "layers.0-11.linear.bias (12)", "head.weight", "head.bias"),
+        "layers.0-11.mixer (12)",  # unknown layers come last
+    ]
+
+
+@pytest.mark.parametrize("shapes", [[(4, 3), (4, 3)], [(4, 3), (3, 4, 2)], [(5,), (4, 3)]])
+def test_overrides_of_unknown_parameters_can_be_pasted(shapes):
+    model = nn.Sequential(*[Gated(*shape) for shape in shapes], nn.LayerNorm(8))
+    text = str(nero.describe(model))
+    overrides = eval("dict(" + text[text.index("overrides={") : text.index("\n}") + 2] + ")")["overrides"]
+    given = nero.roles_of(model, overrides)
+    assert given == nero.roles_of(model)
+    assert {name for name, role in given.items() if role.why == "given"} == {f"{i}.mixer" for i in range(len(shapes))}
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_text_fits_a_terminal_with_long_names(depth):
+    model = nn.Linear(10**4, 10**4, device="meta")
+    for _ in range(depth):
+        model = nn.ModuleDict({"a_long_name_of_a_submodule": model})
+    model["unknown"] = nn.ParameterDict({"x": torch.zeros(1, 48, 3, 256, 96, 4, device="meta")})
+    lines = str(nero.describe(model)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any(line.startswith("a_long") for line in lines)
+
+
+def test_balancing_change_is_what_the_optimiser_does():
+    torch.manual_seed(0)
+    model = frozen(nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 4)), "0.weight")
+    change = nero.describe(model).balancing_change
+    old = [model[index].weight.detach().clone() for index in (1, 3)]
+    nero.Nero(model)
+    moved = sum((model[i].weight.detach() - before).square().sum() for i, before in zip((1, 3), old, strict=True))
+    assert change == pytest.approx(float((moved / sum(each.square().sum() for each in old)).sqrt()))
+    assert nero.describe(model).balancing_change < 1e-6
+    assert "pretrained" not in str(nero.describe(model))
+
+
+def test_large_balancing_change_names_the_option():
+    assert "pretrained=True" in str(nero.describe(with_weight(nn.Linear(4, 3), 10 * torch.eye(3, 4))))
+    assert math.isnan(nero.describe(nn.LayerNorm(4)).balancing_change)
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -237,15 +297,16 @@ def test_repr_is_the_text(make):
 
 
 def test_text_of_small_model_in_full():
-    model = nn.Sequential(nn.Linear(1200, 1024, bias=False), nn.LayerNorm(1024), nn.Linear(1024, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1200, 1024, bias=False), nn.LayerNorm(1024), nn.Linear(1024, 2))
     assert str(nero.describe(frozen(model, "2.bias"))).splitlines() == [
-        "name      shape        role    neurons x fan-in  state / Adam's     why",
-        "--------  -----------  ------  ----------------  -----------------  ----------------",
-        "0.weight  1024 x 1200  neuron  1,024 x 1,200     4.11 kB / 9.83 MB  Linear.weight",
-        "1.weight  1024         gain    -                 4.11 kB / 8.2 kB   LayerNorm.weight",
-        "1.bias    1024         bias    -                 4.11 kB / 8.2 kB   LayerNorm.bias",
-        "2.weight  2 x 1024     neuron  2 x 1,024         20 B / 16.4 kB     Linear.weight",
-        "2.bias    2            bias    -                 -                  Linear.bias",
+        "name      shape        role    neurons x fan-in  state    why",
+        "--------  -----------  ------  ----------------  -------  ----------------",
+        "0.weight  1024 x 1200  neuron  1,024 x 1,200     4.11 kB  Linear.weight",
+        "1.weight  1024         gain    -                 4.11 kB  LayerNorm.weight",
+        "1.bias    1024         bias    -                 4.11 kB  LayerNorm.bias",
+        "2.weight  2 x 1024     neuron  2 x 1,024         20 B     Linear.weight",
+        "2.bias    2            bias    -                 -        Linear.bias",
         "",
         "1,232,898 parameters in 5 tensors; 1,026 neurons",
         "state: 12.4 kB for Nero, 9.86 MB for Adam, 0.13 % of it",

@@ -1,5 +1,6 @@
 """Overrides of roles, tied weights whose layers may disagree, and parameter groups made from roles."""
 
+import re
 from fnmatch import fnmatchcase
 
 import pytest
@@ -48,6 +49,8 @@ def test_tied_weight_with_two_roles_raises_and_names_both(make, words):
     with pytest.raises(ValueError, match="are one tensor with two roles") as caught:
         roles_of(model)
     assert all(word in str(caught.value) for word in words)
+    fix = re.search(r"nero\.Nero\((nero\.param_groups\(.*?\}\))\)", str(caught.value))[1]
+    nero.Nero(eval(fix))  # the message shows code that works
     with pytest.raises(ValueError, match="two roles"):
         nero.Nero(model)
     for name in ("first.weight", "second.weight", "*.weight"):  # either name resolves it

@@ -20,6 +20,7 @@ from role_cases import (
 )
 from torch import nn
 
+import nero
 from nero.roles import Role, role_from_shape, roles_of
 
 PACKED_ATTENTION = {"in_proj_weight": ROWS, "in_proj_bias": BIAS, **under("out_proj", LINEAR)}
@@ -312,8 +313,8 @@ def test_model_with_own_parameters_has_expected_roles():
 
 def test_why_names_the_source_of_a_role():
     roles = roles_of(Model())
-    assert roles["token"].why == "shape, a table of vectors; Model is unknown"
-    assert roles["temperature"].why == "shape; Model is unknown"
+    assert roles["token"].why == "Model.token, by name"
+    assert roles["temperature"].why == "Model.temperature, by name"
     assert roles["block.gate.weight"].why == "Linear.weight"
     assert roles["depthwise.weight"].why == "Conv2d.weight, fan-in 1"
 
@@ -406,3 +407,112 @@ def test_roles_of_other_object_raises(thing):
 def test_role_comparison_and_hash_ignore_why():
     assert Role("neuron", (1,), why="a") == Role("neuron", (1,), why="b")
     assert len({Role("neuron", (1,), why="a"), Role("neuron", (1,), why="b")}) == 1
+
+
+def owner(class_name, **parameters):
+    """Return a layer of an unknown class with parameters of these shapes."""
+    layer = type(class_name, (nn.Module,), {})()
+    for name, shape in parameters.items():
+        layer.register_parameter(name, nn.Parameter(torch.randn(shape)))
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "role"),
+    [
+        (
+            ["gamma", "gamma_1", "gamma2", "layer_scale", "layer_scale_parameter", "ls1", "lambda_1", "lambda1"],
+            (8,),
+            GAIN,
+        ),
+        (["layer_scale", "gamma", "scale"], (8, 1, 1), GAIN),
+        (["relative_position_bias_table", "attention_biases", "rel_pos_bias", "rpb", "r_w_bias"], (9, 4), BIAS),
+        (["A_log", "scale_shift_table", "audio_scale_shift_table", "temperature"], (6, 8), BIAS),
+        (["time_mix_key", "time_decay", "time_maa_x", "scale_shift_table", "modulation"], (1, 1, 8), BIAS),
+        (["logit_scale", "temperature"], (4, 1, 1), BIAS),
+        (["logit_scale", "temperature", "tau", "sinks", "alpha"], (4,), BIAS),
+        (["rel_pos_h", "rel_pos_w", "position_embeddings", "latents"], (9, 4), neuron(1)),
+        (["pos_embed", "position_embeddings", "cls_token"], (1, 9, 4), neuron(2)),
+        (["pos_embed", "position_embedding"], (1, 14, 14, 32), neuron(3)),
+        (["pos_embed", "pos_embed1", "pixel_pos"], (1, 32, 14, 14), neuron(1)),
+        (["pos_embed"], (1, 32, 14, 7), neuron(1)),  # neither square: the longer side is the vector
+        (["pos_embed"], (1, 7, 14, 32), neuron(3)),
+        (["pos_embed", "position_embeddings"], (14, 14, 32), neuron(2)),
+        (["class_embedding", "cls_token", "masked_spec_embed", "image_newline"], (8,), neuron(0)),
+        (["text_projection", "time_decay_w1"], (8, 4), neuron(0)),  # used as inputs @ weight
+        (["mixing", "weight", "gating", "proj_out"], (8, 4), neuron(1)),  # the shape rule
+    ],
+)
+def test_name_in_unknown_layer_tells_the_role(names, shape, role):
+    assert roles_of(owner("Block", **dict.fromkeys(names, shape))) == dict.fromkeys(names, role)
+
+
+@pytest.mark.parametrize("name", ["relative_attention_bias", "rel_attn_embed", "reference_points", "words"])
+def test_table_of_coefficients_is_known_by_its_attribute(name):
+    model = nn.ModuleDict({name: nn.Embedding(8, 4)})
+    assert roles_of(model) == {f"{name}.weight": ROWS if name == "words" else BIAS}
+
+
+@pytest.mark.parametrize("name", ["gamma", "pos_embed", "logit_scale", "bias", "text_projection"])
+def test_name_does_not_override_a_layer_of_torch(name):
+    model = nn.ModuleDict({name: nn.Linear(4, 3)})
+    assert roles_of(model) == under(name, LINEAR)
+
+
+class CentredRMSNorm(nn.Module):
+    """RMS norm that scales by the offset plus its weight, as Gemma's does with an offset of one."""
+
+    def __init__(self, offset=1.0, weight=0.0, name="weight"):
+        super().__init__()
+        self.offset, self.name, self.calls = offset, name, 0
+        self.register_parameter(name, nn.Parameter(torch.full((4,), weight)))
+
+    def forward(self, x):
+        self.calls += 1
+        return nn.functional.rms_norm(x, x.shape[-1:]) * (self.offset + self.get_parameter(self.name))
+
+
+@pytest.mark.parametrize("name", ["weight", "gamma"])
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_norm_that_adds_one_has_gains_with_offset(name, weight, device):
+    norm = CentredRMSNorm(1.0, weight, name).to(device)
+    assert roles_of(norm) == {name: Role("gain", (), has_offset=True)}
+    assert norm.calls == 0  # a copy ran
+    assert roles_of(CentredRMSNorm(0.0, weight, name).to(device)) == {name: GAIN}
+
+
+def test_subclass_of_torch_norm_that_adds_one_has_offset():
+    class LayerNorm1P(nn.LayerNorm):
+        def forward(self, x):
+            return nn.functional.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias)
+
+    class Plain(nn.LayerNorm):
+        pass
+
+    assert roles_of(LayerNorm1P(4)) == {"weight": Role("gain", (), has_offset=True), "bias": BIAS}
+    assert roles_of(Plain(4)) == {"weight": GAIN, "bias": BIAS}
+
+
+def test_gain_penalty_leaves_gains_with_offset_alone():
+    model = nn.ModuleDict({"centred": CentredRMSNorm(), "plain": nn.RMSNorm(4)})
+    nn.init.constant_(model["plain"].weight, 0.5)
+    optimiser = nero.Nero(model, lr=0.1, gain_penalty=1.0)
+    assert [group["role"] for group in optimiser.param_groups] == ["gain", "gain"]
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimiser.step()
+    assert not model["centred"].weight.any()
+    assert bool((model["plain"].weight > 0.5).all())
+    with pytest.warns(UserWarning, match="has no effect"):
+        nero.Nero(CentredRMSNorm(), gain_penalty=1.0)
+
+
+def test_offset_can_be_given_and_survives_a_checkpoint():
+    model, role = nn.LayerNorm(4), Role("gain", has_offset=True)
+    groups = nero.param_groups(model, {"weight": role}, gain_penalty=0.5)
+    assert [group["gain_penalty"] for group in groups] == [0.0, 0.5]
+    optimiser = nero.Nero(groups)
+    optimiser.load_state_dict(optimiser.state_dict())
+    assert [group["gain_penalty"] for group in optimiser.param_groups] == [0.0, 0.5]

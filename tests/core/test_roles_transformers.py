@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from role_cases import BIAS, GAIN, ROWS, neuron, neurons_under, weights_behind
+from role_cases import BIAS, GAIN, OFFSET_GAIN, ROWS, neuron, neurons_under, weights_behind
 from torch import nn
 
 import nero
@@ -65,7 +65,7 @@ HUGGING_FACE = {
             "*.weight": ROWS,
             "*.bias": BIAS,
             "*norm.weight": GAIN,
-            "*.grn.weight": GAIN,
+            "*.grn.weight": OFFSET_GAIN,
             "*.downsampling_layer.0.weight": GAIN,
             "*.downsampling_layer.1.weight": neuron(1, 2, 3),
             "*.patch_embeddings.weight": neuron(1, 2, 3),
@@ -146,8 +146,51 @@ class Experts(nn.Module):
         ({"gate_up_proj": (3, 4, 12), "down_proj": (3, 6, 4)}, {"gate_up_proj": neuron(1), "down_proj": neuron(1)}),
         ({"gate_up_proj": (3, 8, 4), "down_proj": (3, 4, 4)}, {"gate_up_proj": neuron(2), "down_proj": neuron(2)}),
         ({"gate_up_proj": (3, 4, 8), "down_proj": (3, 4, 4)}, {"gate_up_proj": neuron(1), "down_proj": neuron(1)}),
-        ({"w": (3, 6, 4, 2), "scale": (3,)}, {"w": neuron(1, 2, 3), "scale": BIAS}),  # four axes: the shape rule
+        ({"w": (3, 6, 4, 2), "mix": (3,)}, {"w": neuron(1, 2, 3), "mix": BIAS}),  # four axes: the shape rule
     ],
 )
 def test_stacked_experts_have_roles_by_shape(parameters, expected):
     assert roles_of(Experts(**parameters)) == expected
+
+
+def dbrx_experts():
+    from transformers.models.dbrx.configuration_dbrx import DbrxFFNConfig
+    from transformers.models.dbrx.modeling_dbrx import DbrxExpertGLU
+
+    glu = DbrxExpertGLU(DbrxFFNConfig(hidden_size=3, ffn_hidden_size=4, moe_num_experts=2))
+    torch.nn.init.normal_(glu.w2)
+
+    def second_expert_alone(x):
+        return glu(x, *(each.detach()[4:] for each in (torch.ones(8, 3), torch.ones(8, 3))), glu.w2[4:])
+
+    return glu, "w2", second_expert_alone, torch.rand(5, 3) + 0.5
+
+
+def grouped_linear():
+    from transformers.models.convbert.modeling_convbert import GroupedLinearLayer
+
+    layer = GroupedLinearLayer(6, 4, 2)
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.zeros_(layer.bias)
+    return layer, "weight", layer, torch.rand(2, 5, 6) + 0.5
+
+
+def gated_recurrence():
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaConfig, RecurrentGemmaRglru
+
+    layer = RecurrentGemmaRglru(RecurrentGemmaConfig(lru_width=6, num_attention_heads=2))
+    for each in layer.parameters():
+        torch.nn.init.normal_(each)
+    return layer, "input_gate_weight", lambda x: layer(x, torch.arange(1)[None]), torch.rand(1, 1, 6) + 0.5
+
+
+@pytest.mark.parametrize("make", [dbrx_experts, grouped_linear, gated_recurrence])
+def test_neuron_of_transformers_layer_is_one_output(make):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    layer, name, run, inputs = make()
+    weight = layer.get_parameter(name)
+    neurons = neurons_under(roles_of(layer)[name], weight.shape)
+    channels = weights_behind(run, weight, -1, inputs)
+    assert set(channels) <= neurons
+    assert len(set(channels)) == len(channels)

@@ -51,7 +51,7 @@ BY_NAME: tuple[tuple[str, str], ...] = (
     (r"(?:\w+_)?(?:tokens?|emb|embeds?|embeddings?)\d*(?:_\w+)?", "vectors"),
     (r"(?:\w+_)?(?:latents?|quer(?:y|ies)|probe|prompt|codevectors)(?:_\dd)?", "vectors"),
     (
-        r"image_(?:newline|begin|end|sep)|view_separator|no_object_pointer|(?:global|sub)_img_feature_extensor",
+        r"class_pos|image_(?:newline|begin|end|sep)|view_separator|no_object_pointer|(?:global|sub)_img_feature_extensor",
         "vectors",
     ),
 )

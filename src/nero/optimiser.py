@@ -221,6 +221,7 @@ class Nero(torch.optim.Optimizer):
             return loss
         if self._plan is None or not self._plan.covers(self.param_groups, self.state):
             groups = self._groups()
+            self._copies = []
             self._plan = backends.Plan(self.param_groups, self.state, groups, self._plan)
         self._plan.step()
         return loss
@@ -308,7 +309,6 @@ class Nero(torch.optim.Optimizer):
 
     def _groups(self) -> list[backends.Group]:
         """Return the groups as backends see them, after parameters that were unfrozen have entered."""
-        self._copies = []
         self._enter_unfrozen()
         groups = []
         for group in self.param_groups:

@@ -277,6 +277,7 @@ def test_triton_missing_raises_only_if_chosen_by_name(monkeypatch: pytest.Monkey
         parameter.grad = torch.ones_like(parameter)
     optimiser.step()
     assert not sweeps_of(optimiser)
+    available.triton_works.cache_clear()
 
 
 def test_cpu_tensor_without_interpreter_raises():

@@ -193,7 +193,9 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm) -> Tensor |
 
 
 @torch.no_grad()
-def balance_change(parameter: Tensor, role: Role, fix_mean: bool, fix_norm: FixNorm) -> tuple[float, float]:
+def balance_change(
+    parameter: Tensor, role: Role, fix_mean: bool = True, fix_norm: FixNorm = True
+) -> tuple[float, float]:
     """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
     wide = _wide(role.view(parameter))
     if fix_norm == "initial":

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nero.balance import balance_change, initial_radius
 from nero.parameters import COMPLEX
 from nero.roles import Override, Role, as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
@@ -178,7 +179,12 @@ def _row(name: str, parameter: Tensor, role: Role) -> Row:
         return Row(name, tuple(parameter.shape), role, neurons, fan_in, 0, 0, "frozen")
     # the step and the count of skipped updates, and for gains and biases the scale
     fixed = 4 + 8 + (0 if is_neuron else number_bytes)
-    state_bytes = fixed + number_bytes * (neurons if is_neuron else parameter.numel())
+    numbers = parameter.numel()
+    if is_neuron:
+        is_readable = not (parameter.is_meta or parameter.is_complex()) and numbers
+        has_radius = is_readable and initial_radius(parameter, role, True) is not None  # some neurons are zero
+        numbers = 2 * neurons if has_radius else neurons
+    state_bytes = fixed + number_bytes * numbers
     adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
     unbalanced = _why_unbalanced(parameter, role, fan_in)
     row = Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced)
@@ -193,10 +199,8 @@ def _change_and_norm(parameter: Tensor, role: Role) -> tuple[float, float]:
         return 0.0, 0.0
     if parameter.is_meta:
         return math.nan, math.nan
-    wide = role.view(parameter).to(statistics_dtype(parameter.dtype))
-    balanced, possible = project(wide, role.axes)
-    old, new = (torch.where(possible, each, 0.0).double() for each in (wide, balanced))
-    return float((new - old).square().sum()), float(old.square().sum())
+    change, size = balance_change(parameter, role)
+    return change**2, size**2
 
 
 @torch.no_grad()
@@ -220,7 +224,9 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     if not bool(size.isfinite().all()):
         return f"{int((~size.isfinite()).sum())} of {possible.numel()} neurons not finite: initialise them first"
     at_origin = int((size == 0).sum())
-    what = {0: "constant", stuck: "zero"}.get(at_origin, "zero or constant")
+    if at_origin == stuck:
+        return f"{stuck} of {possible.numel()} neurons zero: they grow, to norm one at most"
+    what = "zero or constant" if at_origin else "constant"
     return f"{stuck} of {possible.numel()} neurons {what}, until their first gradient"
 
 

@@ -12,3 +12,7 @@ def main() -> None:
         run_command_line()
     finally:
         interrupts.raise_interrupts()
+
+
+if __name__ == "__main__":
+    main()

@@ -290,7 +290,7 @@ CASES: dict[str, Case] = {
     "zero-gain": Case("ResNet-18, last gain of each block zero", "images", residual_network, classify),
     "gemma": Case("Gemma, gains 1 + w, w zero", "english", gemma, classify),
     "zero-head": Case(
-        "the same transformer, head zero", "images", lambda _: vision_transformer(_, 1.0, zero_head=True), classify
+        "DINOv2's transformer, head zero", "images", lambda _: vision_transformer(_, 1.0, zero_head=True), classify
     ),
     "zero-projection": Case(
         "Llama, last matrix of each branch zero", "english", lambda _: llama(_, ("o_proj", "down_proj")), classify

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import nero
+from nero_lab.provenance import commit, device_name
 from nero_lab.starts.cases import CASES, batches
 from nero_lab.starts.variants import Variant
 
@@ -66,6 +67,9 @@ def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device
         "train": [round(loss, 5) for loss in [*losses[:5], *losses[9::10]]],
         "valid": _validate(case_name, model, data, device),
         "seconds": round(time.perf_counter() - begin, 1),
+        "device": device_name(torch.device(device)),
+        "torch": torch.__version__,
+        "commit": commit(),
     }
 
 

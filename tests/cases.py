@@ -110,7 +110,7 @@ CASES = [
     _neurons("tensor lr", (5, 7), lr=torch.tensor(0.03, dtype=torch.float64)),
     _neurons("from zero", (5, 7), starts_at_zero=True),
     _neurons("from zero, up to its norm", (5, 7), starts_at_zero=True, lr=0.4),
-    _neurons("from zero, long fan-in", (3, 33_000), starts_at_zero=True),
+    _neurons("from zero, long fan-in", (2, 16_500), starts_at_zero=True),
     _neurons("from zero, transposed", (7, 5), (0,), starts_at_zero=True, lr=0.4),
     _neurons("from zero, conv", (4, 3, 3, 3), starts_at_zero=True, layout="channels_last"),
     _neurons("from zero, grouped transposed conv", (4, 3, 3, 3), (0, 2, 3), groups=2, starts_at_zero=True),

@@ -43,10 +43,11 @@ def test_code_of_the_guide_runs(page: Path, tmp_path: Path, monkeypatch: pytest.
     run_code(page)
 
 
+@pytest.mark.no_cover  # many steps run the lines of one
 def test_code_of_the_readme_runs_and_learns(capsys: pytest.CaptureFixture[str]):
     run_code(README)
     ours, theirs = map(float, re.search(r"Nero ([\d.]+), AdamW ([\d.]+)", capsys.readouterr().out).groups())
-    assert ours < 0.4
+    assert ours < 0.3
     assert theirs > 0.6  # the targets have variance one
 
 

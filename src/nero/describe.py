@@ -138,7 +138,9 @@ class Description:
         change = self.balancing_change
         if math.isnan(change):
             return []
-        hint = "; if they are pretrained, use pretrained=True" if change > LARGE_CHANGE else ""
+        trained = [row for row in self.rows if row.role.kind == "neuron" and row.state_bytes]
+        is_adapter = all("lora_" in row.name for row in trained)  # balancing is harmless while B is zero
+        hint = "; if they are pretrained, use pretrained=True" if change > LARGE_CHANGE and not is_adapter else ""
         return [f"balancing changes the weights by {_percent(change)} of their norm{hint}"]
 
 
@@ -262,18 +264,15 @@ def _fitted_table(rows: Sequence[tuple[str, ...]]) -> str:
     shapes = min(24, max(len(row[1]) for row in (HEADER, *rows)))
     free = MAX_COLUMNS - shapes - sum(middle) - 2 * (len(HEADER) - 1)
     if names + whys > free:
-        whys = max(min(whys, free // 3), free - names)
+        whys = max(min(whys, free // 4), free - names)
         names = free - whys
     cut = [(_cut(name, names), _cut(shape, shapes), *own, _cut(why, whys)) for name, shape, *own, why in rows]
     return text_table(HEADER, cut, numeric=False)
 
 
 def _cut(text: str, columns: int) -> str:
-    """Cut a text in the middle."""
-    if len(text) <= columns:
-        return text
-    end = (columns - 1) // 2
-    return text[: columns - 1 - end] + "…" + text[len(text) - end :]
+    """Cut the beginning of a text, since names differ at their ends."""
+    return text if len(text) <= columns else "…" + text[len(text) - columns + 1 :]
 
 
 def _listed(names: Sequence[str], columns: int) -> str:

@@ -67,6 +67,8 @@ def check_params(params: object) -> None:
         raise TypeError(
             "expected a module, parameters or a list of groups, got a dict: put it into a list, as in [group]"
         )
+    if params is None or isinstance(params, str):
+        raise TypeError(f"expected a module, parameters or a list of groups, got {params!r}")
     if callable(params) and not isinstance(params, nn.Module | Tensor):
         raise TypeError(f"expected a module or parameters, got {params!r}: call it first, as in model.parameters()")
 

@@ -298,7 +298,6 @@ class Nero(torch.optim.Optimizer):
         """Set the state. Undo the balancing of neurons that grew from zero, if the optimiser was made after loading."""
         self.state.update(loaded)
         restore(self._copies, loaded)
-        self._copies = []
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""

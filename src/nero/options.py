@@ -68,7 +68,7 @@ MISSING_IN_OLD_CHECKPOINTS = ("longest_step", "depth")
 FOREIGN_OPTIONS: dict[str, str] = {
     "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
     "decoupled_weight_decay": "Nero has no weight decay: leave it out",
-    "betas": "Nero has no momentum: give the second of betas alone, as in beta=0.999",
+    "betas": "Nero has no momentum: leave betas out; beta=0.999 is the share that the running average keeps",
     "beta1": "Nero has no momentum: leave it out",
     "momentum": "Nero has no momentum: leave it out",
     "dampening": "Nero has no momentum: leave it out",
@@ -87,6 +87,14 @@ OTHER_KEYS = frozenset(
 )
 
 
+#: Arguments that are no options of groups, and where they go.
+ELSEWHERE = {
+    "pretrained": "pretrained is for all groups, as in nero.Nero(model, pretrained=True); a group has "
+    "fix_norm='initial' and fix_mean=False instead",
+    "overrides": "roles are overridden in groups, as in nero.Nero(nero.param_groups(model, overrides={...}))",
+}
+
+
 def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the options without those of other optimisers that ask for nothing; raise for unknown ones."""
     for name, value in given.items():
@@ -95,8 +103,10 @@ def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name not in OPTIONS and name not in OTHER_KEYS and name not in FOREIGN_OPTIONS:
             from difflib import get_close_matches  # for this message alone
 
-            close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), OPTIONS, 1)
+            close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), [*OPTIONS, *ELSEWHERE], 1)
             hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(OPTIONS)}"
+            if close and close[0] in ELSEWHERE and (name == close[0] or where != "nero.Nero"):
+                hint = ELSEWHERE[close[0]]
             raise TypeError(f"unknown option {name!r} of {where}; {hint}")
     return {name: value for name, value in given.items() if name not in FOREIGN_OPTIONS}
 

@@ -32,26 +32,27 @@ def warn_if_balanced(parts: Iterable[Part], *, is_known: bool, stacklevel: int) 
         is_known: whether they are known to be pretrained; otherwise marks and names tell.
         stacklevel: of the warning.
     """
-    marked = [part for part in parts if is_known or _looks_pretrained(part)]
+    neurons = [part for part in parts if part.role.kind == "neuron" and part.parameter.requires_grad]
+    marked = [part for part in neurons if is_known or _looks_pretrained(part)]
     change = relative_change(marked)
     if change > MIN_CHANGE:
         warnings.warn(
             f"{_listed(marked)} pretrained, and balancing moves the weights by {change:.0%} of their norm, which "
-            "changes what the model computes: keep the weights with nero.Nero(model, pretrained=True), or balance "
-            "them without this warning with pretrained=False",
+            "changes what the model computes: keep the weights with pretrained=True, or balance them without this "
+            "warning with pretrained=False. Loading the checkpoint of a run with Nero next undoes the change",
             stacklevel=stacklevel + 1,
         )
 
 
 def warn_if_unfrozen(parts: Iterable[Part], stacklevel: int) -> None:
     """Warn if parameters that were frozen until now are about to be balanced, which changes what they compute."""
-    parts = list(parts)
+    parts = [part for part in parts if part.role.kind == "neuron"]
     change = relative_change(parts)
     if change > MIN_CHANGE:
         warnings.warn(
             f"{_listed(parts)} unfrozen, and balancing moves the weights by {change:.0%} of their norm, which changes "
-            "what the model computes: keep such weights with nero.Nero(model, pretrained=True), or balance them "
-            "without this warning with pretrained=False",
+            "what the model computes: keep such weights with nero.Nero(..., pretrained=True), or balance them without "
+            "this warning with pretrained=False",
             stacklevel=stacklevel + 1,
         )
 

@@ -311,7 +311,7 @@ def test_unfrozen_uncounted_neurons_warn_once(frozen_first):
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
     if frozen_first:
         model[:-1].requires_grad_(False)
-    optimiser = nero.Nero(model, lr="auto")
+    optimiser = nero.Nero(model, lr="auto", pretrained=False)
     model[:-1].requires_grad_(False)
     turn_of_first_layer(model, optimiser)
     for layer in model:
@@ -331,7 +331,7 @@ def test_unfrozen_uncounted_neurons_warn_once(frozen_first):
 def test_neurons_of_known_depth_do_not_warn(how):
     model = uniform_perceptron(3)
     model[0].requires_grad_(False)
-    optimiser = nero.Nero(model, lr="auto", depth=7.0 if how == "as a default" else None)
+    optimiser = nero.Nero(model, lr="auto", depth=7.0 if how == "as a default" else None, pretrained=False)
     if how != "unfrozen before":
         turn_of_first_layer(model, optimiser)
     model[0].requires_grad_(True)

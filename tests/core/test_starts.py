@@ -101,11 +101,25 @@ def test_grown_neurons_resume_bit_for_bit(order: str, options: dict[str, object]
     other = nero.Nero(resumed, backend=backend, **options)
     if order == "optimiser first":
         resumed.load_state_dict(saved[0])
+    other.load_state_dict(other.state_dict())  # as Accelerate does
     other.load_state_dict(saved[1])
     if order == "model last":
         resumed.load_state_dict(saved[0])
     adapt(resumed, other, 3, seed=1)
     assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+
+
+def test_model_loaded_after_the_optimiser_was_made_stays_as_loaded():
+    torch.manual_seed(0)
+    model, states = Adapted(), []
+    optimiser = nero.Nero(model)
+    for _ in range(2):
+        adapt(model, optimiser, 3)
+        states.append(copy.deepcopy((model.state_dict(), optimiser.state_dict())))
+    other = nero.Nero(model := copy.deepcopy(model))  # copies the neurons of the second state
+    model.load_state_dict(states[0][0])
+    other.load_state_dict(states[0][1])
+    assert all(torch.equal(value, states[0][0][name]) for name, value in model.state_dict().items())
 
 
 def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):

@@ -33,6 +33,7 @@ class Loops:
 
     def __init__(self, name: str, w: list[float], lr: float, beta1: float = 0.0) -> None:
         self.name, self.w, self.lr, self.beta1, self.t = name, w, lr, beta1, 0
+        self.start = list(w)
         self.m, self.v = [0.0] * len(w), [0.0] * len(w)
         self.limit = 3 * math.sqrt(sum(x * x for x in w) / len(w))
         self.met: set[str] = set()  # special cases that occurred
@@ -73,8 +74,13 @@ class Loops:
     def project(self, neurons: int) -> None:
         fan_in = len(self.w) // neurons
         rows = [self.w[i * fan_in : (i + 1) * fan_in] for i in range(neurons)]
-        # a neuron at the origin has no direction and stays there
-        self.w = [x for row in rows for x in (oracle.project(row) if any(row) else row)]
+        # a neuron that is zero has no direction and stays there; one that started there is held inside the ball
+        starts = [any(self.start[i * fan_in : (i + 1) * fan_in]) for i in range(neurons)]
+        projected = (
+            oracle.project(row, radius=1.0 if start else -1.0) if any(row) else row
+            for row, start in zip(rows, starts, strict=True)
+        )
+        self.w = [x for row in projected for x in row]
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -123,7 +123,7 @@ def test_equal_names_are_numbered_apart(names: list[str], shown: list[str]):
 def test_frozen_parameter_is_read_once_it_trains():
     model = watched_network()
     model[0].requires_grad_(False)
-    optimiser = nero.Nero(model)
+    optimiser = nero.Nero(model, pretrained=False)
     watched = nero.watch(optimiser)
     assert "0.weight" not in [layer.name for layer in watched.read().layers]
     model[0].requires_grad_(True)
@@ -198,7 +198,7 @@ def test_resumed_run_reads_layers_unfrozen_before_saving(first: str, dtype: torc
     def make_frozen():
         model = watched_network().to(dtype)
         model[0].requires_grad_(False)
-        optimiser = nero.Nero(model)
+        optimiser = nero.Nero(model, pretrained=False)
         return model, optimiser, nero.watch(optimiser, neurons=5)
 
     def unfreeze_and_step(model, optimiser, watched):

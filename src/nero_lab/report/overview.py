@@ -106,6 +106,8 @@ def _seeds_by_contender(seeds: dict[str, int]) -> list[str]:
     groups = {count: ", ".join(names[count]) for count in (most, *fewer)}
     if fewer and sum(map(len, groups.values())) > MAX_NAMES_LENGTH:
         groups[fewer[-1]] = f"{len(names[fewer[-1]])} others"
+        if sum(map(len, groups.values())) > MAX_NAMES_LENGTH:
+            groups = {count: plural(len(names[count]), "contender") for count in groups}
     parts = [f"{plural(most, 'seed')} of {groups[most]}", *(f"{count} of {groups[count]}" for count in fewer)]
     return [*parts, f"{', '.join(missing)} {NOT_RUN}"] if missing else parts
 

@@ -266,13 +266,18 @@ def _fitted_table(rows: Sequence[tuple[str, ...]]) -> str:
     if names + whys > free:
         whys = max(min(whys, free // 4), free - names)
         names = free - whys
-    cut = [(_cut(name, names), _cut(shape, shapes), *own, _cut(why, whys)) for name, shape, *own, why in rows]
+    cut = [(_cut(name, names), _ended(shape, shapes), *own, _ended(why, whys)) for name, shape, *own, why in rows]
     return text_table(HEADER, cut, numeric=False)
 
 
 def _cut(text: str, columns: int) -> str:
     """Cut the beginning of a text, since names differ at their ends."""
     return text if len(text) <= columns else "…" + text[len(text) - columns + 1 :]
+
+
+def _ended(text: str, columns: int) -> str:
+    """Cut the end of a text."""
+    return text if len(text) <= columns else text[: columns - 1] + "…"
 
 
 def _listed(names: Sequence[str], columns: int) -> str:

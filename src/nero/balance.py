@@ -177,18 +177,18 @@ def balance_after_step(
 
 
 @torch.no_grad()
-def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm) -> Tensor | None:
+def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tensor | None = None) -> Tensor | None:
     """Return the norm that each neuron is held to; ``None`` if that is one for all.
 
-    A zero neuron has -1: its norm is held to at most one. With ``fix_norm="initial"`` every other neuron has its own
-    norm, at most half of the largest float.
+    A neuron that is zero, or has grown from zero, has -1: its norm is held to at most one. With ``fix_norm="initial"``
+    every other neuron has its own norm, at most half of the largest float; with ``False`` it has infinity.
     """
     size = norm(_wide(role.view(parameter)), role.axes)
-    is_zero = size == 0
+    is_zero = size == 0 if grown is None else (size == 0) | grown
     if fix_norm != "initial":
         if can_read(parameter) and not bool(_whole(is_zero.any())):
             return None
-        size = torch.ones_like(size)
+        return torch.where(is_zero, -1.0, torch.full_like(size, 1.0 if fix_norm else torch.inf))
     return torch.where(is_zero, -1.0, size.clamp_max(torch.finfo(size.dtype).max / 2))
 
 

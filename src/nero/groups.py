@@ -114,6 +114,8 @@ def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) ->
     if "params" not in group:
         raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
     own = {"lr": own_rate(lr), **own_options(group, "a parameter group")}
+    if any(own["lr"] is other["lr"] for other in groups):  # schedulers would change a shared tensor several times
+        own["lr"] = own_rate(own["lr"])
     if isinstance(own["params"], set) or not groups:
         return own  # torch raises for a set
     params = [own["params"]] if isinstance(own["params"], Tensor) else list(own["params"])

@@ -122,8 +122,11 @@ def is_norm(layers: tuple[str, ...]) -> bool:
 def has_offset(norm: nn.Module) -> bool:
     """Return whether a normalisation layer scales by 1 + w, as Gemma's do: it is not zero where its parameters are.
 
-    A copy of the layer with parameters of zero runs on a small input. A layer that cannot run so counts as one without.
+    A copy of the layer with parameters of zero runs on a small input. A layer that cannot run so counts as one without,
+    and so does one with layers of its own, which the run could change.
     """
+    if any(True for _ in norm.children()):
+        return False
     probe = copy.copy(norm)
     own = {key: each for key, each in norm._parameters.items() if each is not None}
     zeros = {key: nn.Parameter(torch.zeros(each.shape, device="cpu"), requires_grad=False) for key, each in own.items()}

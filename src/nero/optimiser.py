@@ -26,8 +26,8 @@ from nero.options import (
     own_options,
 )
 from nero.parameters import check_gradient, check_parameter, check_trainable
-from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_unfrozen
-from nero.regrowth import Copy, copy_candidates, restore
+from nero.pretrained import is_pretrained, warn_if_balanced
+from nero.regrowth import Copy, find_grown, restore
 from nero.roles import Role
 from nero.state import initial_state, match_radius
 
@@ -165,18 +165,15 @@ class Nero(torch.optim.Optimizer):
         self._entering: list[dict[str, Any]] | None = []  # groups to balance when all are added; None: at once
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
-        if pretrained is None:
-            is_known = isinstance(params, nn.Module) and is_pretrained(params)
-            warn_if_balanced(self.parts(), is_known=is_known, stacklevel=2)
-        self._enter_added()
-        if defaults["depth"] == "auto" and isinstance(params, nn.Module):
-            self.count_depth(params)
         if gain_penalty and not any(part.role.kind == "gain" and part.group["gain_penalty"] for part in self.parts()):
             warnings.warn(
                 f"gain_penalty={gain_penalty} has no effect: none of the parameters is known to be a gain around one. "
                 "Give the model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
+        self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
+        if defaults["depth"] == "auto" and isinstance(params, nn.Module):
+            self.count_depth(params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters. They are balanced at once, and count their own steps.
@@ -378,14 +375,17 @@ class Nero(torch.optim.Optimizer):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    def _enter_added(self) -> None:
+    def _enter_added(self, is_pretrained: bool = False) -> None:
         entering = self._entering or []
-        added = (part for part in self.parts() if any(part.group is group for group in entering))
-        self._copies += copy_candidates(part for part in added if part.parameter.requires_grad)
-        for group in self._entering or []:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    self.state[parameter].update(initial_state(parameter, self._roles[parameter], group))
+        parts = [part for part in self.parts() if any(part.group is group for group in entering)]
+        parts = [part for part in parts if part.parameter.requires_grad]
+        grown, copies = find_grown(parts)
+        if self._pretrained is None:
+            warn_if_balanced((part for part in parts if part.parameter not in grown), is_known=is_pretrained)
+        self._copies += copies
+        for part in parts:
+            state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
+            self.state[part.parameter].update(state)
         self._entering = None
 
     def _enter_unfrozen(self) -> None:
@@ -401,6 +401,6 @@ class Nero(torch.optim.Optimizer):
             if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
                 backends.check_backend(part.group["backend"], part.name, part.parameter, part.parameter.grad)
         if self._pretrained is None:
-            warn_if_unfrozen(late, stacklevel=6)
+            warn_if_balanced(late, "unfrozen", is_known=True)
         for part in late:
             self.state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

@@ -1,7 +1,6 @@
 """Pretrained models: a warning where balancing would change what they have learnt."""
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import cast
 
@@ -11,6 +10,7 @@ from torch import nn
 from nero.balance import balance_change
 from nero.groups import Part
 from nero.parameters import can_read
+from nero.user_warnings import warn
 
 #: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
 MIN_CHANGE = 0.01
@@ -24,36 +24,23 @@ def is_pretrained(model: nn.Module) -> bool:
     return any(cast(dict[str, str], getattr(part, "config", {})).get("_name_or_path") for part in parts)
 
 
-def warn_if_balanced(parts: Iterable[Part], *, is_known: bool, stacklevel: int) -> None:
-    """Warn if parameters that look pretrained are about to be balanced.
+def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_known: bool = False) -> None:
+    """Warn if parameters are about to be balanced that should perhaps stay as they are.
 
     Args:
         parts: parameters that enter the optimiser.
-        is_known: whether they are known to be pretrained; otherwise marks and names tell.
-        stacklevel: of the warning.
+        cause: what they are, for the message.
+        is_known: whether they are known to be that; otherwise marks and names tell.
     """
     neurons = [part for part in parts if part.role.kind == "neuron" and part.parameter.requires_grad]
     marked = [part for part in neurons if is_known or _looks_pretrained(part)]
     change = relative_change(marked)
     if change > MIN_CHANGE:
-        warnings.warn(
-            f"{_listed(marked)} pretrained, and balancing moves the weights by {change:.0%} of their norm, which "
-            "changes what the model computes: keep the weights with pretrained=True, or balance them without this "
-            "warning with pretrained=False. Loading the checkpoint of a run with Nero next undoes the change",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def warn_if_unfrozen(parts: Iterable[Part], stacklevel: int) -> None:
-    """Warn if parameters that were frozen until now are about to be balanced, which changes what they compute."""
-    parts = [part for part in parts if part.role.kind == "neuron"]
-    change = relative_change(parts)
-    if change > MIN_CHANGE:
-        warnings.warn(
-            f"{_listed(parts)} unfrozen, and balancing moves the weights by {change:.0%} of their norm, which changes "
-            "what the model computes: keep such weights with nero.Nero(..., pretrained=True), or balance them without "
-            "this warning with pretrained=False",
-            stacklevel=stacklevel + 1,
+        more = f" and {len(marked) - 1} more are" if len(marked) > 1 else " is"
+        warn(
+            f"{marked[0].name}{more} {cause}, and balancing moves the weights by {change:.0%} of their norm, which "
+            "changes what the model computes: keep the weights with nero.Nero(..., pretrained=True), or balance them "
+            "without this warning with pretrained=False"
         )
 
 
@@ -72,8 +59,3 @@ def relative_change(parts: Iterable[Part]) -> float:
 def _looks_pretrained(part: Part) -> bool:
     is_loaded = getattr(part.parameter, "_is_hf_initialized", False)  # set by from_pretrained of transformers 5
     return is_loaded or any(name in part.name for name in ADAPTERS)
-
-
-def _listed(parts: list[Part]) -> str:
-    more = f" and {len(parts) - 1} more are" if len(parts) > 1 else " is"
-    return f"{parts[0].name}{more}"

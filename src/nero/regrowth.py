@@ -1,7 +1,8 @@
-"""Neurons that grew from zero in an earlier run, and the copies that keep them.
+"""Neurons that grew from zero in an earlier run, and how an optimiser made on a loaded model keeps them.
 
-Making an optimiser on a loaded model balances its neurons. Neurons that grew from zero must stay short, but only the
-optimiser's checkpoint tells which those are, and it is loaded later. So candidates are copied before they are balanced.
+Such neurons are shorter than one, and must stay so. If other neurons of the model are balanced, Nero has trained it,
+and short neurons are taken for grown ones. Otherwise only the optimiser's checkpoint tells, which is loaded later: they
+are copied, balanced, and written back then.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 
-#: Copies of more elements are kept only if other neurons are balanced: the model was then trained by Nero.
+#: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
 
 
@@ -32,28 +33,40 @@ class Copy(NamedTuple):
 
 
 @torch.no_grad()
-def copy_candidates(parts: Iterable[Part]) -> list[Copy]:
-    """Copy the neurons that may have grown from zero: not balanced, and not longer than one."""
-    found: list[tuple[Tensor, Role, bool, FixNorm, Tensor]] = []
+def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]:
+    """Find the neurons that may have grown from zero: not balanced, and not longer than one.
+
+    Returns:
+        By parameter a mask of the neurons that have; or copies of those that may have.
+    """
+    found: list[tuple[Part, Tensor]] = []
     is_trained, elements = False, 0
-    for _, parameter, role, group in parts:
-        is_held = role.kind == "neuron" and (group["fix_mean"] or group["fix_norm"] is True)
+    for part in parts:
+        _, parameter, role, group = part
+        fix_mean, fix_norm = group["fix_mean"], group["fix_norm"]
+        is_held = role.kind == "neuron" and (fix_mean or fix_norm is True)
         # a sharded tensor has no masked_select
         if not is_held or not parameter.numel() or not can_read(parameter) or hasattr(parameter, "full_tensor"):
             continue
         wide, tolerance = role.view(parameter).to(statistics_dtype(parameter.dtype)), rounding_error(parameter.dtype)
         size = norm(wide, role.axes)
-        off = distance(wide, role.axes, fix_mean=group["fix_mean"], fix_norm=group["fix_norm"] is True)
+        off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True)
         is_balanced = (off <= tolerance * size) & (size > 0)
-        mask = ~is_balanced & (size > 0) & (size <= 1 + tolerance)
+        mask = ~is_balanced & (size > 0) & ((size <= 1 + tolerance) | (fix_norm is False))
         count, balanced = torch.stack([mask.sum(), is_balanced.sum()]).tolist()
-        is_trained = is_trained or balanced == size.numel()
+        # unit norm alone is no sign of Nero: orthogonal initialisation has it, too
+        is_trained = is_trained or (balanced == size.numel() and fix_mean and fix_norm is True)
         if count:
             elements += count * role.fan_in(parameter.shape)
-            found.append((parameter, role, group["fix_mean"], group["fix_norm"], mask))
-    if elements > MAX_COPIED_ELEMENTS and not is_trained:
-        return []
-    return [Copy(*each, role.view(tensor).masked_select(mask)) for each in found for tensor, role, *_, mask in [each]]
+            found.append((part, mask))
+    if is_trained:
+        return {part.parameter: mask for part, mask in found}, []
+    if elements > MAX_COPIED_ELEMENTS:
+        return {}, []
+    return {}, [
+        Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, role.view(parameter).masked_select(mask))
+        for (_, parameter, role, group), mask in found
+    ]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The state of a parameter: its step, its running average and, for gains and biases, its scale."""
+"""The state of a parameter: its step, its running average, the radius of neurons, and the scale of gains and biases."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,10 @@ from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 
 @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
 @torch.no_grad()
-def initial_state(parameter: Tensor, role: Role, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Balance a parameter that enters the optimiser, and return its state."""
+def initial_state(
+    parameter: Tensor, role: Role, options: Mapping[str, Any], grown: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Balance a parameter that enters the optimiser, and return its state. ``grown`` masks neurons that stay short."""
     dtype = statistics_dtype(parameter.dtype)
     # derived from the parameter, so that the state of a sharded one is sharded alike
     one_per_neuron = role.view(parameter).sum(role.axes, keepdim=True, dtype=dtype) if role.axes else parameter
@@ -26,7 +28,7 @@ def initial_state(parameter: Tensor, role: Role, options: Mapping[str, Any]) -> 
     }
     if role.kind == "neuron":
         radius: Number = 1.0
-        if parameter.numel() and (radii := initial_radius(parameter, role, options["fix_norm"])) is not None:
+        if parameter.numel() and (radii := initial_radius(parameter, role, options["fix_norm"], grown)) is not None:
             radius = state["radius"] = radii
         fix_norm = bool(options["fix_norm"])
         balance_tensor_(parameter, role, fix_mean=options["fix_mean"], fix_norm=fix_norm, radius=radius)
@@ -40,9 +42,11 @@ def initial_state(parameter: Tensor, role: Role, options: Mapping[str, Any]) -> 
 def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_norm: FixNorm) -> None:
     """Match the radius in a neuron's state with an option that may have changed."""
     if fix_norm == "initial":
-        if "radius" not in state and (radius := initial_radius(parameter, role, fix_norm)) is not None:
-            state["radius"] = radius
-    elif "radius" in state:
+        now = initial_radius(parameter, role, fix_norm)
+        known = state.get("radius", now)
+        if now is not None and known is not None:
+            state["radius"] = torch.where(known.isinf(), now, known)
+    elif fix_norm and "radius" in state:
         state["radius"].sign_()  # one, or at most one
 
 

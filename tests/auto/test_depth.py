@@ -34,6 +34,12 @@ def test_added_branches_count_by_their_shares(alpha):
     assert nero.depth_of(nn.Sequential(*both, third), X) == pytest.approx(1 + rms(2, 5, shares=shares))
 
 
+def test_zero_branch_counts_like_the_branch_it_is_added_to():
+    block = Block(3)
+    nn.init.zeros_(block.body[-1].weight)
+    assert nero.depth_of(nn.Sequential(nn.Linear(8, 8), block), X) == pytest.approx(rms(1, 4, shares=[1, 1]))
+
+
 @pytest.mark.parametrize(
     ("scale", "dtype"), [(1e-24, torch.float32), (1e20, torch.float32), (1e36, torch.float32), (1e200, torch.float64)]
 )

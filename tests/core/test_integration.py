@@ -299,3 +299,10 @@ def test_compiled_step_is_one_graph_for_any_lr(longest: float):
     assert counter.frame_count == 1
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_groups_given_one_rate_tensor_get_their_own():
+    rate, layers = torch.tensor(0.1), [nn.Linear(3, 2), nn.Linear(3, 2)]
+    optimiser = nero.Nero([{"params": layer.parameters(), "lr": rate} for layer in layers])
+    torch.optim.lr_scheduler.LambdaLR(optimiser, [lambda _: 1.0, lambda _: 0.1])
+    assert [group["lr"].item() for group in optimiser.param_groups] == pytest.approx([0.1, 0.01])

@@ -516,3 +516,17 @@ def test_offset_can_be_given_and_survives_a_checkpoint():
     optimiser = nero.Nero(groups)
     optimiser.load_state_dict(optimiser.state_dict())
     assert [group["gain_penalty"] for group in optimiser.param_groups] == [0.0, 0.5]
+
+
+def test_roles_leave_the_layers_inside_a_norm_alone():
+    class OuterNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gain = nn.BatchNorm1d(2, affine=False), nn.Parameter(torch.ones(2))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.inner(inputs.transpose(1, 2)).transpose(1, 2) * self.gain
+
+    norm = OuterNorm()
+    assert roles_of(norm)["gain"].kind == "gain"
+    assert norm.inner.num_batches_tracked == 0

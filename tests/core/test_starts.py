@@ -123,14 +123,36 @@ def test_model_loaded_after_the_optimiser_was_made_stays_as_loaded():
 
 
 def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 20)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    nn.init.zeros_(model[1].weight)
-    assert not nero.Nero(model)._copies, "nothing that Nero has trained"
-    optimiser = nero.Nero(model, lr=0.1)
-    fill_grads(model, 0)
-    optimiser.step()
-    assert [copied.parameter is model[1].weight for copied in nero.Nero(model)._copies] == [True]
+    assert len(nero.Nero(copy.deepcopy(model))._copies) == 2
+    monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 20)
+    assert not nero.Nero(model)._copies
+
+
+def test_new_optimiser_on_a_trained_model_keeps_grown_neurons():
+    torch.manual_seed(0)
+    model = Adapted()
+    adapt(model, nero.Nero(model), 5)
+    before = copy.deepcopy(model.state_dict())
+    optimiser = nero.Nero(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    adapt(model, optimiser, 5)
+    assert (model.up.weight.norm(dim=1) < 0.5).all(), "they go on growing"
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_norms_switched_to_initial_are_kept(first: bool):
+    weight = nn.Parameter(3 * torch.randn(4, 8))
+    with torch.no_grad():
+        weight[0] = 0
+    norms = [weight.detach().norm(dim=1)]
+    optimiser = nero.Nero([weight], fix_norm="initial" if first else False, fix_mean=False)
+    for fix_norm in (False, "initial"):
+        optimiser.param_groups[0]["fix_norm"] = fix_norm
+        weight.grad = torch.randn(4, 8)
+        optimiser.step()
+        norms.append(weight.detach().norm(dim=1))
+    torch.testing.assert_close(norms[2][1:], norms[0 if first else 1][1:])
 
 
 def test_gain_near_zero_opens_and_bias_keeps_its_scale():
@@ -197,6 +219,7 @@ def test_unfreezing_warns_once_where_it_changes_the_function():
         optimiser = nero.Nero(network, pretrained=choice)
         network[0].requires_grad_(True)
         fill_grads(network, 0)
+        torch.optim.lr_scheduler.StepLR(optimiser, 1)  # wraps step()
         if choice is None:
             with pytest.warns(UserWarning, match="unfrozen.*pretrained=True") as found:
                 optimiser.step()

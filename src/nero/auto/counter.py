@@ -1,7 +1,6 @@
 """Counts the depth of a model when it first runs, and gives it to the optimiser's groups."""
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from torch.jit import ScriptModule
 
 from nero.groups import Part
 from nero.preserve import MeasurementHook
+from nero.user_warnings import warn
 
 #: What to write if a model cannot count its depth when it first runs.
 _BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
@@ -121,10 +121,9 @@ class DepthCounter:
         self._uncounted = {}
         if late:
             more = f" and {len(late) - 1} more" if len(late) > 1 else ""
-            warnings.warn(
+            warn(
                 f"{late[0]}{more} had no part in the depth that the angle is divided by: call "
-                "optimiser.count_depth(model), and the model's next run counts again; or set the depth of the group",
-                stacklevel=5,
+                "optimiser.count_depth(model), and the model's next run counts again; or set the depth of the group"
             )
 
     def wanted(self, model: nn.Module) -> set[int]:
@@ -222,6 +221,7 @@ class _CountOnce(MeasurementHook):
             return
         for inner, compiled in self._compiled:
             inner._compiled_call_impl = inner._compiled_call_impl or compiled
+        self._compiled = []
         self._remove(*model.modules())
 
     def _remove(self, *modules: nn.Module) -> None:

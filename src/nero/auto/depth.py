@@ -50,7 +50,8 @@ def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
     The model runs once, in its current mode, on copies of the inputs; its buffers and the random number generators are
     restored. Trained layers in a row count one each. Of branches, the deepest counts. If branches are
     added, as around a residual block, each counts by its share: for depths a and b and mean squares u and
-    v, the sum has the depth √((u a² + v b²) / (u + v)). A branch that no trained layer has touched does not count.
+    v, the sum has the depth √((u a² + v b²) / (u + v)). A branch that no trained layer has touched does not count. A
+    trained branch that is zero, as many are at the start, counts like the other.
     The shares depend on the weights, so balance them first: make the optimiser, or call :func:`nero.balance_`.
 
     Args:
@@ -241,6 +242,9 @@ def _depth_of_sum(name: str, branches: list[Tensor], depths: list[float], option
         )
     if not total or math.isinf(total):  # masked by -inf, for instance: there are no shares
         return max(depths)
+    # a trained branch that starts at zero will open: it counts like the other
+    squares = [square or (total if depth else 0.0) for square, depth in zip(squares, depths, strict=True)]
+    total = sum(squares)
     return math.sqrt(sum(square * depth**2 for square, depth in zip(squares, depths, strict=True)) / total)
 
 

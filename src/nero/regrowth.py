@@ -54,8 +54,9 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         is_balanced = (off <= tolerance * size) & (size > 0)
         mask = ~is_balanced & (size > 0) & ((size <= 1 + tolerance) | (fix_norm is False))
         count, balanced = torch.stack([mask.sum(), is_balanced.sum()]).tolist()
-        # unit norm alone is no sign of Nero: orthogonal initialisation has it, too
-        is_trained = is_trained or (balanced == size.numel() and fix_mean and fix_norm is True)
+        # unit norm alone, as of neurons of two elements, is no sign of Nero: orthogonal initialisation has it, too
+        has_both = fix_mean and fix_norm is True and role.fan_in(parameter.shape) > 2
+        is_trained = is_trained or (has_both and balanced == size.numel())
         if count:
             elements += count * role.fan_in(parameter.shape)
             found.append((part, mask))

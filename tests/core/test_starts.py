@@ -140,6 +140,14 @@ def test_new_optimiser_on_a_trained_model_keeps_grown_neurons():
     assert (model.up.weight.norm(dim=1) < 0.5).all(), "they go on growing"
 
 
+def test_orthogonal_initialisation_is_not_taken_for_training():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 6), nn.Linear(6, 6))
+    for layer in model:
+        nn.init.orthogonal_(layer.weight)
+    nero.Nero(model)
+    assert nero.is_balanced(model)
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_norms_switched_to_initial_are_kept(first: bool):
     weight = nn.Parameter(3 * torch.randn(4, 8))

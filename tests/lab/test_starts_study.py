@@ -1,6 +1,5 @@
 """The study of parameters that start at zero: its page against its records, its variants, and one short run."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from torch import nn
 
 import nero
 from nero_lab.starts import cases, run, tables
+from nero_lab.starts.__main__ import main
 from nero_lab.starts.variants import Variant
 
 ROOT = Path(__file__).parents[2]
@@ -55,16 +55,37 @@ def test_last_variant_is_nero():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("contender", ["before", "forced", "held", "ball", "adamw"])
-def test_control_branch_starts_without_effect(contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pixels = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small data and short runs."""
+    generator = torch.Generator().manual_seed(0)
+    pixels, text = torch.randn(64, 3, 32, 32, generator=generator).clamp(-1, 1), torch.randint(256, (999,)).byte()
     monkeypatch.setattr(cases, "images", lambda *_: (pixels, torch.arange(64) % 10))
-    monkeypatch.setattr(run, "STEPS", 3)
-    monkeypatch.setattr(run, "BASE_STEPS", 2)
-    monkeypatch.setitem(cases.CASES, "control", replace(cases.CASES["control"], batch=8))
-    monkeypatch.setitem(cases.CASES, "denoiser", replace(cases.CASES["denoiser"], batch=8))
-    run.train_base("denoiser", tmp_path, "cpu", tmp_path)
-    record = run.run("control", contender, 0.01, 0, tmp_path, "cpu", tmp_path)
-    assert json.loads(json.dumps(record)) == record
-    assert len(record["train"]) == 3
-    assert (record["train"][1] > 10 * record["untrained"]) == (contender == "before"), "only the jump is a catastrophe"
+    monkeypatch.setattr(cases, "text", lambda *_: text)
+    for name, value in {"STEPS": 3, "BASE_STEPS": 2, "VALIDATION_BATCHES": 1}.items():
+        monkeypatch.setattr(run, name, value)
+    for name, case in cases.CASES.items():
+        monkeypatch.setitem(cases.CASES, name, replace(case, batch=4))
+
+
+@pytest.mark.usefixtures("small")
+def test_only_the_jump_breaks_a_pretrained_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, contenders = tmp_path / "runs.jsonl", ("before", "forced", "held", "ball", "adamw@0.001")
+    main(
+        ["--data", str(tmp_path), "--out", str(out), "--cases", "control", "--seeds", "0", "--contenders", *contenders]
+    )
+    records = tables.read(out)
+    assert [record["contender"] for record in records] == [name.partition("@")[0] for name in contenders]
+    assert capsys.readouterr().out.count("valid") == 5
+    for record in records:
+        assert len(record["train"]) == 3
+        assert (record["train"][1] > 10 * record["untrained"]) == (record["contender"] == "before")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name != "control"])
+def test_case_trains_by_nero_as_by_its_variant(name: str, tmp_path: Path):
+    if base := cases.CASES[name].base:
+        run.train_base(base, tmp_path, "cpu", tmp_path)
+    ours, form = (run.run(name, way, 0.01, 0, tmp_path, "cpu", tmp_path) for way in ("nero", "ball-uncentred"))
+    assert ours["train"] == pytest.approx(form["train"], rel=0.02)

@@ -21,9 +21,7 @@ Optimiser = Callable[..., torch.optim.Optimizer]
 
 
 def _variant(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
-    names = [name for name, _ in model.named_parameters()]
-    scales: dict[str, Any] = {name: "gain" for name in names if name.endswith(("layer_scale_parameter", "lambda1"))}
-    return Variant(nero.param_groups(model, scales), lr, **options)
+    return Variant(nero.param_groups(model), lr, **options)
 
 
 def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:

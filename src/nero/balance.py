@@ -136,7 +136,7 @@ def balance_after_step(
         model: its neurons are balanced after each step; those without a gradient stay untouched.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
-            at this call is held to a norm of at most one.
+            at this call is held to a norm of at most one, and its mean is free.
         at_once: project now as well. The paper's baselines did not.
 
     Returns:

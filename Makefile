@@ -41,7 +41,7 @@ test-oldest test-newest: test-%: .venv-%/ready
 test-models: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-models
 	.venv-models/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
-		diffusers==0.42.1 timm==1.0.30 transformers hypothesis pytest
+		diffusers==0.42.1 timm==1.0.30 transformers hypothesis pytest pytest-cov
 	.venv-models/bin/python -m pytest tests/core/test_roles_libraries.py
 	.venv-models/bin/python -m pytest tests/test_recipes.py -k timm
 

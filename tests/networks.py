@@ -125,3 +125,14 @@ def turn_of_first_layer(model, optimiser):
     model(X).square().sum().backward()
     optimiser.step()
     return torch.nn.functional.cosine_similarity(first.weight, before).clamp(max=1).acos().max().item()
+
+
+def declare_operators_of_torchvision():
+    """Let a torchvision for CUDA be imported beside a torch for the CPU, where its compiled part cannot load."""
+    if torch.version.cuda is None and not OPERATORS:
+        OPERATORS.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for name in ("nms", "qnms"):
+            OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+OPERATORS = []  # they live as long as their library

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from networks import declare_operators_of_torchvision
 from test_docs import CODE, RECIPES
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -163,6 +164,7 @@ def test_accelerate_run_resumes_exactly(run_section, dtype: torch.dtype, options
 
 
 def test_timm_makes_nero_by_name_with_roles(run_section):
+    declare_operators_of_torchvision()
     try:
         import timm.optim
     except (ImportError, RuntimeError) as error:  # torchvision raises the latter beside another torch than its own

@@ -1,8 +1,8 @@
 """Roles of whole architectures of transformers, timm, torchvision and diffusers, against a reviewed table.
 
 Each section of tests/data/roles.txt is an architecture, which is built from its configuration on the meta device.
-``python tests/core/test_roles_libraries.py`` writes the sections anew, for the libraries that are installed: read the
-difference, and the code of each new layer.
+``PYTHONPATH=tests python tests/core/test_roles_libraries.py`` writes the sections anew, for the libraries that are
+installed: read the difference, and the code of each new layer.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from networks import declare_operators_of_torchvision
 
 from nero.roles import roles_of
 
@@ -53,17 +54,6 @@ def small(config_class, **options):
         return default
     counts = {name: MAX_LAYERS for name in LAYER_COUNTS if name in vars(default) and vars(default)[name] > MAX_LAYERS}
     return config_class(**options, **counts)
-
-
-def declare_operators_of_torchvision():
-    """Let a torchvision for CUDA be imported beside a torch for the CPU, where its compiled part cannot load."""
-    if torch.version.cuda is None and not OPERATORS:
-        OPERATORS.append(torch.library.Library("torchvision", "FRAGMENT"))
-        for name in ("nms", "qnms"):
-            OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-OPERATORS = []  # they live as long as their library
 
 
 def notation(role):

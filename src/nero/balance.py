@@ -189,7 +189,8 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tens
         if can_read(parameter) and not bool(_whole(is_zero.any())):
             return None
         return torch.where(is_zero, -1.0, torch.full_like(size, 1.0 if fix_norm else torch.inf))
-    return torch.where(is_zero, -1.0, size.clamp_max(torch.finfo(size.dtype).max / 2))
+    largest = torch.finfo(size.dtype).max / 2
+    return torch.where(is_zero, -1.0, torch.where(size < largest, size, largest))
 
 
 @torch.no_grad()

@@ -181,7 +181,7 @@ def distance(
     if fix_norm:
         off_radius = norm(tensor - mean, axes) - bound(radius)
         if isinstance(radius, Tensor):
-            off_radius = torch.where(radius < 0, off_radius.clamp_min(0), off_radius)
+            off_radius = torch.where(radius < 0, off_radius.relu(), off_radius)
     return torch.hypot(off_radius, mean * math.sqrt(fan_in))
 
 

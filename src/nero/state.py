@@ -35,7 +35,8 @@ def initial_state(
     else:
         size = parameter.to(dtype).abs().mean()
         # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
-        state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        least = torch.where(size > 1, size, 1.0)  # by where: DTensors of torch 2.8 have no clamp
+        state["scale"] = least if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
     return state
 
 

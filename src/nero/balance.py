@@ -186,7 +186,7 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tens
     size = norm(_wide(role.view(parameter)), role.axes)
     is_zero = size == 0 if grown is None else (size == 0) | grown
     if fix_norm != "initial":
-        if can_read(parameter) and not bool(_whole(is_zero.any())):
+        if can_read(parameter) and not bool(whole(is_zero.any())):
             return None
         return torch.where(is_zero, -1.0, torch.full_like(size, 1.0 if fix_norm else torch.inf))
     largest = torch.finfo(size.dtype).max / 2
@@ -205,7 +205,7 @@ def balance_change(
         radius = None
     projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=1.0 if radius is None else radius)
     change, size = torch.linalg.vector_norm(projected.tensor - wide), torch.linalg.vector_norm(wide)
-    return float(_whole(change)), float(_whole(size))
+    return float(whole(change)), float(whole(size))
 
 
 class CentredWeightNorm(nn.Module):
@@ -294,10 +294,10 @@ def _check_constraints(fix_mean: object, fix_norm: object) -> None:
         )
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
     """Reduce a sharded result, whose value may differ between processes."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+    reduced: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return reduced
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.balance import balance_tensor_, initial_radius
+from nero.balance import balance_tensor_, initial_radius, whole
 from nero.options import FixNorm
 from nero.roles import Role
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
@@ -33,10 +33,9 @@ def initial_state(
         fix_norm = bool(options["fix_norm"])
         balance_tensor_(parameter, role, fix_mean=options["fix_mean"], fix_norm=fix_norm, radius=radius)
     else:
-        size = parameter.to(dtype).abs().mean()
+        size = whole(parameter.to(dtype).abs().mean())
         # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
-        least = torch.where(size > 1, size, 1.0)  # by where: DTensors of torch 2.8 have no clamp
-        state["scale"] = least if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
     return state
 
 

@@ -77,9 +77,10 @@ def test_tensor_lr_equals_float_lr(backend: str):
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 @pytest.mark.parametrize("how", ["default", "param_groups"])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR of torch 2.8
 def test_scheduler_changes_tensor_lr_like_a_float(make, how: str):
     """Each group has a tensor of its own, so a rate is changed once per step and not once per group."""
+    if make is SCHEDULERS["SequentialLR"] and torch.__version__ < "2.11":
+        pytest.skip("an old SequentialLR keeps a tensor at its first rate, under every optimiser")
     sequences = []
     for lr in (0.01, torch.tensor(0.01, dtype=torch.float64)):
         model = network()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nero.balance import balance_tensor_, initial_radius, whole
 from nero.options import FixNorm
+from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 
@@ -41,13 +42,17 @@ def initial_state(
 
 def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_norm: FixNorm) -> None:
     """Match the radius in a neuron's state with an option that may have changed."""
+    known = state.get("radius")
     if fix_norm == "initial":
-        now = initial_radius(parameter, role, fix_norm)
-        known = state.get("radius", now)
-        if now is not None and known is not None:
-            state["radius"] = torch.where(known.isinf(), now, known)
-    elif fix_norm and "radius" in state:
-        state["radius"].sign_()  # one, or at most one
+        # in place, since captured graphs hold the address; infinite where the norm was free when it entered
+        if known is None or (can_read(parameter) and bool(whole(known.isinf().any()))):
+            now = initial_radius(parameter, role, fix_norm)
+            if known is not None and now is not None:
+                known.copy_(torch.where(known.isinf(), now, known))
+            elif now is not None:
+                state["radius"] = now
+    elif fix_norm and known is not None:
+        known.sign_()  # one, or at most one
 
 
 def state_shape(parameter: Tensor, role: Role) -> tuple[int, ...]:

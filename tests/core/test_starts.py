@@ -163,6 +163,17 @@ def test_norms_switched_to_initial_are_kept(first: bool):
     torch.testing.assert_close(norms[2][1:], norms[0 if first else 1][1:])
 
 
+def test_radius_stays_the_same_tensor_when_parameters_join():
+    """A captured graph holds its address."""
+    layer = nn.Linear(6, 4)
+    optimiser = nero.Nero(layer, pretrained=True)
+    before = optimiser.state[layer.weight]["radius"]
+    optimiser.add_param_group({"params": nn.Linear(4, 2)})
+    fill_grads(layer, 0)
+    optimiser.step()
+    assert optimiser.state[layer.weight]["radius"] is before
+
+
 def test_gain_near_zero_opens_and_bias_keeps_its_scale():
     norm = nn.LayerNorm(4)
     with torch.no_grad():

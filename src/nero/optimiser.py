@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Literal, TypeAlias, overload
@@ -25,14 +25,16 @@ from nero.options import (
     check_options,
     own_options,
 )
-from nero.parameters import check_gradient, check_parameter, check_trainable
+from nero.parameters import check_gradients, check_parameter, check_trainable, check_values
 from nero.pretrained import is_pretrained, warn_if_balanced
 from nero.regrowth import Copy, find_grown, restore
 from nero.roles import Role
+from nero.sharding import Noise, Shard, is_sharded, noise_of, sharding_of, totals
 from nero.state import initial_state, match_radius
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
+_params = itemgetter("params")
 #: All options but the learning rate, which schedulers change at every step.
 _options_but_lr = itemgetter(*(name for name in OPTIONS if name != "lr"))
 
@@ -102,6 +104,7 @@ class Nero(torch.optim.Optimizer):
 
     _plan: backends.Plan | None
     _depth_counter: DepthCounter
+    _shards: list[Shard]
     _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
     _pretrained: bool | None
     _options: list[Any]
@@ -171,6 +174,7 @@ class Nero(torch.optim.Optimizer):
                 "Give the model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
+        check_values((part.name, part.parameter) for part in self._added())
         self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)
@@ -210,28 +214,43 @@ class Nero(torch.optim.Optimizer):
             self._depth_counter.warn()
         self._depth_counter.check()
         if any(group["on_nonfinite"] == "raise" for group in self.param_groups):
-            for part in self.parts():
-                if part.group["on_nonfinite"] == "raise":
-                    check_gradient(part.name, part.parameter, is_new=not self.state.get(part.parameter))
-        if is_compiling:
+            self._check_gradients()
+        if not is_compiling:
+            self._step()
+        elif any(map(is_sharded, chain.from_iterable(map(_params, self.param_groups)))):
+            torch.compiler.disable(self._step)()  # a compiler would trace through shards and collectives
+        else:
             backends.step_eagerly(self._groups())
-            return loss
-        if self._plan is None or not self._plan.covers(self.param_groups, self.state):
+        return loss
+
+    def _step(self) -> None:
+        """Step every parameter by its backend."""
+        is_covered = self._plan is not None and self._plan.covers(self.param_groups, self.state)
+        if self._plan is None or not (is_covered and all(shard.is_current() for shard in self._shards)):
             groups = self._groups()
             self._copies = []
             self._plan = backends.Plan(self.param_groups, self.state, groups, self._plan)
-        self._plan.step()
-        return loss
+        moving = [shard for shard in self._shards if shard.take_gradient()]
+        try:
+            self._plan.step()
+        finally:
+            for shard in moving:
+                shard.finish()
 
     @property
     def skipped(self) -> dict[str, int]:
-        """The number of updates skipped for a non-finite gradient, by parameter, where any were."""
-        counts = {
-            part.name: int(self.state[part.parameter]["skipped"])
-            for part in self.parts()
-            if "skipped" in self.state.get(part.parameter, {})
-        }
+        """The number of updates skipped for a non-finite gradient, by parameter, where any were.
+
+        All processes that share a sharded parameter must read this, and get the same numbers.
+        """
+        parts = [part for part in self.parts() if "skipped" in self.state.get(part.parameter, {})]
+        counts = {part.name: int(count) for part, count in zip(parts, self._skipped(parts), strict=True)}
         return {name: count for name, count in counts.items() if count}
+
+    def _skipped(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Return the counts of skipped updates on all processes."""
+        counts = [self.state[part.parameter]["skipped"] for part in parts]
+        return totals(counts, [sharding_of(part.parameter, part.role) for part in parts])
 
     def parts(self) -> Iterator[Part]:
         """Yield every parameter with its name, role and group; equal names are numbered."""
@@ -261,6 +280,17 @@ class Nero(torch.optim.Optimizer):
         self._pretrained = getattr(self, "_pretrained", None)
         self._entering = None
         self._reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the options. All processes that share a sharded parameter must call this."""
+        self._replace_swapped()
+        packed: dict[str, Any] = super().state_dict()
+        parts = [part for part in self.parts() if is_sharded(part.parameter) and self.state.get(part.parameter)]
+        counts = {id(part.parameter): count for part, count in zip(parts, self._skipped(parts), strict=True)}
+        for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
+            if id(parameter) in counts:
+                packed["state"][index] = {**packed["state"][index], "skipped": counts[id(parameter)]}
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`: all of it or, with an error, nothing.
@@ -300,24 +330,71 @@ class Nero(torch.optim.Optimizer):
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
         self._copies = getattr(self, "_copies", [])
+        self._shards = []
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._options = []
 
     def _groups(self) -> list[backends.Group]:
         """Return the groups as backends see them, after parameters that were unfrozen have entered."""
+        self._replace_swapped()
         self._enter_unfrozen()
+        self._shards = []
+        generators: dict[Noise, torch.Generator] = {}
         groups = []
         for group in self.param_groups:
-            members = []
+            members: dict[Noise | None, list[backends.Member]] = {}
             for index, parameter in enumerate(group["params"]):
                 state, role = self.state.get(parameter), self._role(group, parameter)
                 if not state:
                     continue
                 if role.kind == "neuron":
                     match_radius(parameter, role, state, group["fix_norm"])
-                members.append(backends.Member(name_of(self.param_groups, group, index), parameter, role, state))
-            groups.append(backends.Group(group, members))
+                member = backends.Member(name_of(self.param_groups, group, index), parameter, role, state)
+                if is_sharded(parameter):
+                    member = self._local(member)
+                noise = noise_of(parameter, role) if group["rounding"] == "stochastic" else None
+                members.setdefault(noise, []).append(member)
+            groups += [
+                backends.Group(group, own, noise and generators.setdefault(noise, noise.generator()))
+                for noise, own in (members or {None: []}).items()
+            ]
         return groups
+
+    def _local(self, member: backends.Member) -> backends.Member:
+        """Return the part of a sharded parameter on this process as a member."""
+        shard = Shard(member.parameter, member.role, member.state)
+        self._shards.append(shard)
+        cut = None
+        if shard.sharding.is_cut:
+            fan_in = member.role.fan_in(member.parameter.shape)
+            cut = backends.Cut(fan_in, shard.sharding.reduction, shard.sharding.group_of_row)
+        return backends.Member(member.name, shard.local, shard.role, shard.state, cut)
+
+    def _check_gradients(self) -> None:
+        """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
+        parts = [part for part in self.parts() if part.group["on_nonfinite"] == "raise"]
+        new = [part for part in parts if part.parameter.grad is not None and not self.state.get(part.parameter)]
+        self._check_trainable(part for part in new if part.parameter.requires_grad)
+        check_gradients((part.name, part.parameter) for part in parts)
+
+    def _check_trainable(self, parts: Iterable[Part]) -> None:
+        named = [(part.name, part.parameter) for part in parts]
+        for name, parameter in named:
+            check_trainable(name, parameter)
+        check_values(named)
+
+    def _replace_swapped(self) -> None:
+        """Drop the state of parameters that are gone. If others took their place, initialise those.
+
+        Accelerate does this: it shards a model and puts the sharded parameters into an optimiser made before.
+        """
+        here = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        gone = [parameter for parameter in self.state if isinstance(parameter, Tensor) and id(parameter) not in here]
+        for parameter in gone:
+            del self.state[parameter]
+            self._roles.pop(parameter, None)
+        if gone:
+            self._enter([part for part in self.parts() if not self.state.get(part.parameter)])
 
     def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter
@@ -358,6 +435,8 @@ class Nero(torch.optim.Optimizer):
                 self._entering.append(group)
                 if is_counted and "depth" not in given and group["depth"] != "auto":
                     self._depth_counter.join(group)
+            if is_outermost:
+                check_values((part.name, part.parameter) for part in self._added())
         except BaseException:
             del self.param_groups[count:]
             self._entering = None if is_outermost else self._entering
@@ -375,9 +454,17 @@ class Nero(torch.optim.Optimizer):
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    def _enter_added(self, is_pretrained: bool = False) -> None:
+    def _added(self) -> list[Part]:
         entering = self._entering or []
         parts = [part for part in self.parts() if any(part.group is group for group in entering)]
+        return [part for part in parts if part.parameter.requires_grad]
+
+    def _enter_added(self, is_pretrained: bool = False) -> None:
+        self._enter(self._added(), is_pretrained)
+        self._entering = None
+
+    def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
+        """Balance parameters and initialise their state."""
         parts = [part for part in parts if part.parameter.requires_grad]
         grown, copies = find_grown(parts)
         if self._pretrained is None:
@@ -386,7 +473,6 @@ class Nero(torch.optim.Optimizer):
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self.state[part.parameter].update(state)
-        self._entering = None
 
     def _enter_unfrozen(self) -> None:
         """Initialise parameters that were unfrozen. Validate all before changing any."""
@@ -396,8 +482,8 @@ class Nero(torch.optim.Optimizer):
             for index, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
         ]
+        self._check_trainable(late)
         for part in late:
-            check_trainable(part.name, part.parameter)
             if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
                 backends.check_backend(part.group["backend"], part.name, part.parameter, part.parameter.grad)
         if self._pretrained is None:

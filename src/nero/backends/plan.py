@@ -5,15 +5,20 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nero.backends import eager, foreach
+from nero.backends import cut, eager, foreach
 from nero.backends.available import numba_works
-from nero.backends.job import Group, Job, Settings, jobs_of, settings_of
+from nero.backends.job import Group, Job, Settings, job_of, jobs_of, settings_of
 from nero.backends.triton.planner import Planner
 
 #: From this many elements on, numba's loops are worth the time to compile or load them.
 MIN_NUMBA_ELEMENTS = 1 << 20
+
+#: Seeds of the noise of consecutive steps are this far apart.
+SEED_STRIDE = 0x9E3779B97F4A7C15
+MAX_SEED = 1 << 63
 
 _PARAMS = itemgetter("params")
 
@@ -51,7 +56,7 @@ class Plan:
     Args:
         param_groups: the optimiser's groups.
         state: the optimiser's state.
-        groups: the same groups with only the parameters that have state.
+        groups: the same groups with only the parameters that have state. Several may share the options of one.
         before: the plan that this one replaces.
     """
 
@@ -68,16 +73,22 @@ class Plan:
         self._entered = [member.state for group in groups for member in group.members]
         entered = {id(member.parameter) for group in groups for member in group.members}
         self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
-        self._groups = groups
+        self._param_groups = list(param_groups)
+        self._groups = [_part(group, is_cut=False) for group in groups]
+        self._cut_groups = [part for group in groups if (part := _part(group, is_cut=True)).members]
         self._is_retired = False
-        self._triton: Planner = Planner(groups, None if before is None else before._triton)
+        self._triton: Planner = Planner(self._groups, None if before is None else before._triton)
+        generators = {id(group.generator): group.generator for group in groups if group.generator is not None}
+        self._noise = [(generator, generator.initial_seed()) for generator in generators.values()]
+        # read once: the noise of a step depends on its number alone, so a resumed run draws the same
+        self._steps = int(max(state["step"] for state in self._entered)) if self._noise and self._entered else 0
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
         return (
             not self._is_retired
-            and len(param_groups) == len(self._groups)
-            and all(group is known.options for group, known in zip(param_groups, self._groups, strict=True))
+            and len(param_groups) == len(self._param_groups)
+            and all(map(is_, param_groups, self._param_groups))
             and list(map(len, map(_PARAMS, param_groups))) == self._counts
             and len(state) == len(self._states)
             and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))
@@ -95,7 +106,28 @@ class Plan:
         sweeps = self._triton.ready()
         # build every job first, so that an error leaves all parameters unchanged
         jobs = [jobs_of(group) for group in self._triton.rest]
+        works = [work for group in self._cut_groups for work in _works(group)]
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        for generator, seed in () if is_captured else self._noise:
+            generator.manual_seed((seed + self._steps * SEED_STRIDE) % MAX_SEED)
+        self._steps += 1
         self._triton.launch(sweeps)
         for group, own in zip(self._groups, jobs, strict=True):
             if own:
-                BACKENDS[group.options["backend"]](own, settings_of(group.options))
+                settings = settings_of(group.options, None if is_captured else group.generator)
+                BACKENDS[group.options["backend"]](own, settings)
+        cut.step(works)
+
+
+def _part(group: Group, *, is_cut: bool) -> Group:
+    return group._replace(members=[member for member in group.members if (member.cut is not None) == is_cut])
+
+
+def _works(group: Group) -> list[cut.Work]:
+    """Make the work of a group whose neurons are cut, on all processes alike: an empty part has its share of sums."""
+    settings = settings_of(group.options, group.generator)
+    return [
+        cut.Work(job_of(member, member.parameter.grad, group.options), settings, member.cut)
+        for member in group.members
+        if member.cut is not None and member.parameter.grad is not None and member.parameter.requires_grad
+    ]

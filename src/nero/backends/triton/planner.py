@@ -47,7 +47,7 @@ class Planner:
             sweep.launch(addresses, angles)
 
     def _deal(self) -> None:
-        lines: dict[torch.device, list[Line]] = {}
+        lines: dict[tuple[torch.device, torch.Generator | None], list[Line]] = {}
         self.rest: list[Group] = []
         for number, group in enumerate(self._groups):
             left = []
@@ -56,11 +56,11 @@ class Planner:
                 if line is None:
                     left.append(member)
                 else:
-                    lines.setdefault(member.parameter.device, []).append(line)
-            self.rest.append(Group(group.options, left))
+                    lines.setdefault((member.parameter.device, group.generator), []).append(line)
+            self.rest.append(group._replace(members=left))
         if lines and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
-        self._sweeps = [Sweep(device_lines) for device_lines in lines.values()]
+        self._sweeps = [Sweep(own, generator) for (_, generator), own in lines.items()]
 
     def _can_join(self) -> bool:
         """Return whether a member of the rest has become one that a sweep could step."""

@@ -32,13 +32,15 @@ class Sweep:
 
     Args:
         lines: the parameters.
+        generator: draws the noise of stochastic rounding; ``None`` for torch's own.
 
     Attributes:
         captured: tensors that a captured CUDA graph reads, which must live as long as the graph.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, lines: Sequence[Line]) -> None:
+    def __init__(self, lines: Sequence[Line], generator: torch.Generator | None = None) -> None:
+        self._generator = generator
         # no reference to a line: a line holds a gradient
         self._parameters = [line.parameter for line in lines]
         self._states = [line.job.state for line in lines]
@@ -128,20 +130,24 @@ class Sweep:
             with torch.cuda.device(self._device):
                 capturing = torch.cuda.is_current_stream_capturing()
                 changing = self._capture(addresses, words) if capturing else self._upload(addresses, words)
-                self._launch(changing, torch._C._cuda_getCurrentRawStream(self._device.index))
+                # torch's own generator is the one that replays draw new numbers from
+                generator = None if capturing else self._generator
+                self._launch(changing, torch._C._cuda_getCurrentRawStream(self._device.index), generator)
         else:
-            self._launch(self._upload(addresses, words), 0)
+            self._launch(self._upload(addresses, words), 0, self._generator)
         # torch did not see the kernels write
         moved = [parameter for parameter, address in zip(self._parameters, addresses, strict=True) if address]
         torch.autograd.graph.increment_version(moved)
         self._borrowed = []
 
-    def _launch(self, changing: Tensor, stream: int) -> None:
+    def _launch(self, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:
         records, step_sizes, sums, counting, launches = self._tables
         tables: list[Tensor | int] = [records, changing, step_sizes]
         at = [table.data_ptr() for table in (records, changing, step_sizes, sums)]
         counting(stream, [*tables, len(self._parameters)], [*at[:3], len(self._parameters)])
-        noise = torch.randint(1 << 62, (1,), device=self._device) if self._is_stochastic else changing
+        noise = changing
+        if self._is_stochastic:
+            noise = torch.randint(1 << 62, (1,), device=self._device, generator=generator)
         for launch, owners in launches:
             launch(stream, [owners, *tables, sums, noise], [owners.data_ptr(), *at, noise.data_ptr()])
 

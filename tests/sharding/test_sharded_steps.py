@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sharding.layouts import (
+    Layers,
     Layout,
     Net,
     Zoo,
@@ -19,7 +20,6 @@ from sharding.layouts import (
     full,
     give_gradients,
     gradients,
-    Layers,
     made,
     mesh_of,
     placed,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import sharded as benchmark
 import torch
 from sharding.layouts import (
     Layers,
@@ -370,6 +371,21 @@ def check_training(name: str) -> None:
 
 def coordinates(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank(), mesh.size()
+
+
+def test_benchmark_measures_every_workload(pools: Pools):
+    for rows in pools.run(2, rehearse_benchmark):
+        assert {row["backend"] for row in rows} >= {"foreach"}
+        assert len({row["workload"] for row in rows}) == len(benchmark.WORKLOADS)
+        for row in rows:
+            assert row["collectives"] == ("cut" in row["workload"])
+            assert row["of_plain"] > 0
+        assert benchmark.table(rows).row_count == len(rows)
+
+
+def rehearse_benchmark() -> list[dict[str, Any]]:
+    benchmark.numba_works = lambda: False  # it takes seconds to compile
+    return list(benchmark.measure_all(rounds=2, is_quick=True))
 
 
 def test_partial_parameter_is_refused_by_every_rank(pools: Pools):

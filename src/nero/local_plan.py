@@ -66,6 +66,9 @@ class LocalPlan:
         state: the optimiser's state.
         role_in: returns the role of a parameter of a group.
         before: the plan that this one replaces.
+
+    Attributes:
+        has_shards: whether any parameter is sharded.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LocalPlan:
         before: "LocalPlan | None" = None,
     ) -> None:
         groups, self._shards = groups_of(param_groups, state, role_in)
+        self.has_shards = bool(self._shards)
         self._plan: backends.Plan = backends.Plan(param_groups, state, groups, None if before is None else before._plan)
         distributed = torch.distributed
         self._may_be_idle = distributed.is_available() and distributed.is_initialized()

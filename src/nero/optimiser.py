@@ -1,6 +1,7 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state, steps and checkpoints."""
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -30,7 +31,7 @@ from nero.parameters import check_gradients, check_parameter, check_trainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.regrowth import Copy, find_grown, restore
 from nero.roles import Role
-from nero.sharding import is_sharded, sharding_of, totals
+from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -215,13 +216,13 @@ class Nero(torch.optim.Optimizer):
         self._depth_counter.check()
         if any(group["on_nonfinite"] == "raise" for group in self.param_groups):
             self._check_gradients()
-        if not is_compiling:
-            self._step()
-        elif any(map(is_sharded, chain.from_iterable(map(_params, self.param_groups)))):
-            torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # not to trace through shards
-        else:
+        if is_compiling and not any(map(is_sharded, chain.from_iterable(map(_params, self.param_groups)))):
             self._enter_late()
             backends.step_eagerly(groups_of(self.param_groups, self.state, self._role)[0])
+        elif "torch._dynamo" in sys.modules and (self._plan is None or self._plan.has_shards):
+            torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # a compiled step of shards is eager
+        else:
+            self._step()
         return loss
 
     def _step(self) -> None:
@@ -401,7 +402,7 @@ class Nero(torch.optim.Optimizer):
         """Return a parameter's role; raise if Nero cannot train the parameter."""
         name, parameter = name_of(self.param_groups, group, index), group["params"][index]
         check_parameter(name, parameter)
-        backends.check_backend(group["backend"], name, *([parameter] if parameter.requires_grad else []))
+        backends.check_backend(group["backend"], name, *([local_of(parameter)] if parameter.requires_grad else []))
         try:
             return role_in(group, parameter)
         except ValueError as error:
@@ -440,7 +441,8 @@ class Nero(torch.optim.Optimizer):
         check_trainable(part[:2] for part in late)
         for part in late:
             if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
-                backends.check_backend(part.group["backend"], part.name, part.parameter, part.parameter.grad)
+                tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad))
+                backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
             warn_if_balanced(late, "unfrozen", is_known=True)
         for part in late:

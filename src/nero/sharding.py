@@ -327,7 +327,7 @@ class Shard:
         )
         self.role = role if self.sharding.is_cut else replace(role, fan_in_axes=role.axes, fan_in_groups=1)
         self.state: dict[str, Any] = {key: _local_state(value) for key, value in state.items()}
-        self._version = parameter._version
+        self._version: int | None = None
 
     def is_current(self) -> bool:
         """Return whether the parameter and its state still are the same tensors."""

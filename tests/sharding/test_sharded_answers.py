@@ -205,8 +205,10 @@ def test_readings_are_equal_on_every_rank(sharding: str, neurons: int | None, po
     readings = pools.run(world_of(sharding), read_shards, sharding, neurons)
     for reading in readings[1:]:
         assert_readings_close(reading[1], readings[0][1])
-    if neurons is None:
-        assert_readings_close(readings[0][1], readings[0][0])
+    if neurons is None:  # counts and shares are exact; quantiles are the means of those of the ranks
+        for mine, alone in zip(readings[0][1].layers, readings[0][0].layers, strict=True):
+            assert mine[:5] == alone[:5]
+            assert mine[8:] == pytest.approx(alone[8:], nan_ok=True)
 
 
 def read_shards(sharding: str, neurons: int | None) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -208,11 +208,12 @@ class _CountOnce(MeasurementHook):
         model = module if counter is None else self.model() or module
         wanted = counter.wanted(model) if counter is not None else ()
         if counter is not None and wanted:
+            parameters = list(module.parameters())  # FSDP2 may leave others in their place
             try:
                 found: float | str = count(module, inputs, named, wanted)
             except Exception as error:  # the model's own run, or the next step, reports it
                 found = f"{type(error).__name__}: {error}"
-            found = _agreed(module, found)
+            found = _agreed(module, parameters, found)
             counter.take(found, wanted)
             if isinstance(found, str):  # the next run may succeed
                 self._remove(*(inner for inner in module.modules() if inner is not module))
@@ -259,7 +260,7 @@ def _is_one_of_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _agreed(model: nn.Module, found: float | str) -> float | str:
+def _agreed(model: nn.Module, parameters: Sequence[Tensor], found: float | str) -> float | str:
     """Return the greatest depth that any process has counted that shares the model.
 
     Processes count on different batches, and with different depths their copies of the weights would drift apart. So
@@ -268,8 +269,8 @@ def _agreed(model: nn.Module, found: float | str) -> float | str:
     if not _is_one_of_several():
         return found
     mine = torch.tensor(math.inf if isinstance(found, str) else found, dtype=torch.float64)
-    if any(map(is_sharded, model.parameters())):
-        return _answer(found, agreed(mine, model.parameters()))
+    if any(map(is_sharded, parameters)):
+        return _answer(found, agreed(mine, parameters))
     wrapper = nn.parallel.DistributedDataParallel
     together = model if isinstance(model, wrapper) else wrapper._active_ddp_module
     if together is None:
@@ -277,7 +278,7 @@ def _agreed(model: nn.Module, found: float | str) -> float | str:
             "this is one of several processes, which agree on a depth where DistributedDataParallel or fully_shard has "
             "the model"
         )
-    depth = mine.to(next(model.parameters()).device)
+    depth = mine.to(parameters[0].device)
     torch.distributed.all_reduce(depth, torch.distributed.ReduceOp.MAX, together.process_group)
     return _answer(found, depth)
 

@@ -178,19 +178,18 @@ class _Sources:
             self._known[id(inner)] = weakref.ref(inner), source
         self.deepest = max(self.deepest, source.depth if isinstance(source, _Signal) else 0.0)
 
-    def _find(self, tensor: Tensor) -> _Source | None:
-        for each in (tensor, *_inside(tensor)):
-            reference, source = self._known.get(id(each), (None, None))
-            if reference is not None and reference() is each:
+    def _find(self, *tensors: Tensor) -> _Source | None:
+        for tensor in tensors:
+            reference, source = self._known.get(id(tensor), (None, None))
+            if reference is not None and reference() is tensor:
                 return source
         return None
 
     def look_up(self, tensor: Tensor) -> _Source:
         """Return the source of a tensor; raise if it depends on trained weights in a way that was not traced."""
-        source = self._find(tensor)
-        if source is None and tensor.is_leaf and tensor.requires_grad:  # FSDP2 replaces parameters while a layer runs
-            self._record_parameters()
-            source = self._find(tensor)
+        if tensor.is_leaf and tensor.requires_grad and not isinstance(self._find(tensor), _Weights):
+            self._record_parameters()  # FSDP2 replaces parameters while a layer runs
+        source = self._find(tensor, *_inside(tensor))
         if source is None:
             source = _CONSTANT
         elif tensor.is_leaf:  # the model may have called requires_grad_() on it meanwhile

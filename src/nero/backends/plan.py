@@ -71,8 +71,7 @@ class Plan:
         self._parameters: list[Tensor] = list(chain.from_iterable(map(_PARAMS, param_groups)))
         self._states = list(state.values())
         self._entered = [member.state for group in groups for member in group.members]
-        entered = {id(member.parameter) for group in groups for member in group.members}
-        self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
+        self._idle = [parameter for parameter in self._parameters if not state.get(parameter)]
         self._param_groups = list(param_groups)
         self._groups = [_part(group, is_cut=False) for group in groups]
         self._cut_groups = [part for group in groups if (part := _part(group, is_cut=True)).members]

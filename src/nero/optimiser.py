@@ -14,6 +14,7 @@ from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, state_to_load
 from nero.groups import Part, check_params, check_roles, matched, name_of, param_groups, parts_of, role_in
+from nero.local_plan import LocalPlan, groups_of
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -25,12 +26,12 @@ from nero.options import (
     check_options,
     own_options,
 )
-from nero.parameters import check_gradients, check_parameter, check_trainable, check_values
-from nero.pretrained import is_pretrained, warn_if_balanced
+from nero.parameters import check_gradients, check_parameter, check_trainable
+from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.regrowth import Copy, find_grown, restore
 from nero.roles import Role
-from nero.sharding import Noise, Shard, is_sharded, noise_of, sharding_of, totals
-from nero.state import initial_state, match_radius
+from nero.sharding import is_sharded, sharding_of, totals
+from nero.state import initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
@@ -102,9 +103,8 @@ class Nero(torch.optim.Optimizer):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
-    _plan: backends.Plan | None
+    _plan: LocalPlan | None
     _depth_counter: DepthCounter
-    _shards: list[Shard]
     _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
     _pretrained: bool | None
     _options: list[Any]
@@ -174,7 +174,7 @@ class Nero(torch.optim.Optimizer):
                 "Give the model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
-        check_values((part.name, part.parameter) for part in self._added())
+        check_trainable(part[:2] for part in self._added())
         self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)
@@ -218,24 +218,20 @@ class Nero(torch.optim.Optimizer):
         if not is_compiling:
             self._step()
         elif any(map(is_sharded, chain.from_iterable(map(_params, self.param_groups)))):
-            torch.compiler.disable(self._step)()  # a compiler would trace through shards and collectives
+            torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # not to trace through shards
         else:
-            backends.step_eagerly(self._groups())
+            self._enter_late()
+            backends.step_eagerly(groups_of(self.param_groups, self.state, self._role)[0])
         return loss
 
     def _step(self) -> None:
         """Step every parameter by its backend."""
-        is_covered = self._plan is not None and self._plan.covers(self.param_groups, self.state)
-        if self._plan is None or not (is_covered and all(shard.is_current() for shard in self._shards)):
-            groups = self._groups()
+        if self._plan is None or not self._plan.covers(self.param_groups, self.state):
+            self._enter_late()
             self._copies = []
-            self._plan = backends.Plan(self.param_groups, self.state, groups, self._plan)
-        moving = [shard for shard in self._shards if shard.take_gradient()]
-        try:
-            self._plan.step()
-        finally:
-            for shard in moving:
-                shard.finish()
+            self._plan = LocalPlan(self.param_groups, self.state, self._role, self._plan)
+            self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
+        self._plan.step()
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -330,58 +326,15 @@ class Nero(torch.optim.Optimizer):
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
         self._copies = getattr(self, "_copies", [])
-        self._shards = []
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._options = []
-
-    def _groups(self) -> list[backends.Group]:
-        """Return the groups as backends see them, after parameters that were unfrozen have entered."""
-        self._replace_swapped()
-        self._enter_unfrozen()
-        self._shards = []
-        generators: dict[Noise, torch.Generator] = {}
-        groups = []
-        for group in self.param_groups:
-            members: dict[Noise | None, list[backends.Member]] = {}
-            for index, parameter in enumerate(group["params"]):
-                state, role = self.state.get(parameter), self._role(group, parameter)
-                if not state:
-                    continue
-                if role.kind == "neuron":
-                    match_radius(parameter, role, state, group["fix_norm"])
-                member = backends.Member(name_of(self.param_groups, group, index), parameter, role, state)
-                if is_sharded(parameter):
-                    member = self._local(member)
-                noise = noise_of(parameter, role) if group["rounding"] == "stochastic" else None
-                members.setdefault(noise, []).append(member)
-            groups += [
-                backends.Group(group, own, noise and generators.setdefault(noise, noise.generator()))
-                for noise, own in (members or {None: []}).items()
-            ]
-        return groups
-
-    def _local(self, member: backends.Member) -> backends.Member:
-        """Return the part of a sharded parameter on this process as a member."""
-        shard = Shard(member.parameter, member.role, member.state)
-        self._shards.append(shard)
-        cut = None
-        if shard.sharding.is_cut:
-            fan_in = member.role.fan_in(member.parameter.shape)
-            cut = backends.Cut(fan_in, shard.sharding.reduction, shard.sharding.group_of_row)
-        return backends.Member(member.name, shard.local, shard.role, shard.state, cut)
 
     def _check_gradients(self) -> None:
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
         parts = [part for part in self.parts() if part.group["on_nonfinite"] == "raise"]
-        new = [part for part in parts if part.parameter.grad is not None and not self.state.get(part.parameter)]
-        self._check_trainable(part for part in new if part.parameter.requires_grad)
-        check_gradients((part.name, part.parameter) for part in parts)
-
-    def _check_trainable(self, parts: Iterable[Part]) -> None:
-        named = [(part.name, part.parameter) for part in parts]
-        for name, parameter in named:
-            check_trainable(name, parameter)
-        check_values(named)
+        trained = [part for part in parts if part.parameter.grad is not None and part.parameter.requires_grad]
+        check_trainable(part[:2] for part in trained if not self.state.get(part.parameter))
+        check_gradients(part[:2] for part in trained)
 
     def _replace_swapped(self) -> None:
         """Drop the state of parameters that are gone. If others took their place, initialise those.
@@ -436,7 +389,7 @@ class Nero(torch.optim.Optimizer):
                 if is_counted and "depth" not in given and group["depth"] != "auto":
                     self._depth_counter.join(group)
             if is_outermost:
-                check_values((part.name, part.parameter) for part in self._added())
+                check_trainable(part[:2] for part in self._added())
         except BaseException:
             del self.param_groups[count:]
             self._entering = None if is_outermost else self._entering
@@ -467,6 +420,7 @@ class Nero(torch.optim.Optimizer):
         """Balance parameters and initialise their state."""
         parts = [part for part in parts if part.parameter.requires_grad]
         grown, copies = find_grown(parts)
+        warn_if_redundant(parts)
         if self._pretrained is None:
             warn_if_balanced((part for part in parts if part.parameter not in grown), is_known=is_pretrained)
         self._copies += copies
@@ -474,15 +428,16 @@ class Nero(torch.optim.Optimizer):
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self.state[part.parameter].update(state)
 
-    def _enter_unfrozen(self) -> None:
-        """Initialise parameters that were unfrozen. Validate all before changing any."""
+    def _enter_late(self) -> None:
+        """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""
+        self._replace_swapped()
         late = [
             Part(name_of(self.param_groups, group, index), parameter, self._role(group, parameter), group)
             for group in self.param_groups
             for index, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
         ]
-        self._check_trainable(late)
+        check_trainable(part[:2] for part in late)
         for part in late:
             if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
                 backends.check_backend(part.group["backend"], part.name, part.parameter, part.parameter.grad)

@@ -21,11 +21,21 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     if parameter.requires_grad:
-        check_trainable(name, parameter)
+        _check_kind(name, parameter)
 
 
-def check_trainable(name: str, parameter: Tensor) -> None:
-    """Raise if Nero cannot train the values of a parameter."""
+def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if Nero cannot train the values of a parameter, on all processes that share sharded ones alike."""
+    parameters = list(named)
+    for name, parameter in parameters:
+        _check_kind(name, parameter)
+    readable = [(name, parameter) for name, parameter in parameters if can_read(parameter)]
+    place = _first_nonfinite([parameter for _, parameter in readable])
+    if place is not None:
+        raise ValueError(f"{readable[place][0]} holds NaN or infinite values: initialise it first")
+
+
+def _check_kind(name: str, parameter: Tensor) -> None:
     check_real(name, parameter)
     if parameter.dtype.itemsize < 2:
         raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
@@ -35,14 +45,6 @@ def check_trainable(name: str, parameter: Tensor) -> None:
     if can_read(parameter) and parameter.is_inference():
         raise ValueError(f"{name} was created under torch.inference_mode() and cannot be trained: create it outside")
     check_sharding(name, parameter)
-
-
-def check_values(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a parameter holds NaN or infinite values, on all processes that share sharded ones alike."""
-    readable = [(name, parameter) for name, parameter in named if can_read(parameter)]
-    place = _first_nonfinite([parameter for _, parameter in readable])
-    if place is not None:
-        raise ValueError(f"{readable[place][0]} holds NaN or infinite values: initialise it first")
 
 
 def can_read(parameter: Tensor) -> bool:
@@ -64,9 +66,8 @@ def check_memory(name: str, parameter: Tensor) -> None:
 
 
 def check_gradients(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise if a trainable parameter has a gradient that is not finite, on all processes alike. Waits for gradients."""
-    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    grads = [(name, parameter.grad) for name, parameter in trained if parameter.grad is not None]
+    """Raise if the gradient of a parameter is not finite, on all processes alike. Waits for gradients."""
+    grads = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
     place = _first_nonfinite([grad for _, grad in grads])
     if place is not None:
         raise FloatingPointError(

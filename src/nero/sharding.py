@@ -139,7 +139,8 @@ class MeshSharding(Sharding):
 
     def view(self, local: Tensor) -> Tensor:
         """View rows of the parameter with their fan-in groups, if any, on an axis of their own."""
-        return local if self.role.fan_in_groups == 1 else local.view(-1, self._group_rows, *local.shape[1:])
+        rows = self._group_rows
+        return local if self.role.fan_in_groups == 1 else local.view(local.shape[0] // rows, rows, *local.shape[1:])
 
     def write(self, tensor: Any, neurons: Tensor) -> None:
         if self.is_cut:
@@ -157,18 +158,29 @@ class MeshSharding(Sharding):
         return tuple(Replicate() if dim in self.cutting else place for dim, place in enumerate(self._placements))
 
     def state_shape(self, tensor: Tensor) -> tuple[int, ...]:
-        return tuple(_local_range(self.role.state_shape(tensor.shape), self.mesh, self._gathered)[0])
+        return tuple(_local_range(self.role.state_shape(tensor.shape), self.mesh, self._state_placements)[0])
 
     def as_state(self, local: Tensor) -> Tensor:
-        return _dtensor(local, self.mesh, self._gathered, self.role.state_shape(self._shape))
+        state: Tensor = _dtensor(local, self.mesh, self._state_placements, self.role.state_shape(self._shape))
+        return state
+
+    @property
+    def _state_placements(self) -> tuple[Any, ...]:
+        """The placements of the statistics, which have the axes of ``role.view``."""
+        if self.role.fan_in_groups == 1:
+            return self._gathered
+        from torch.distributed.tensor import Shard
+
+        places = self._gathered
+        return tuple(Shard(place.dim + 1) if place.is_shard() and place.dim > 0 else place for place in places)
 
     def load_state(self, value: Any) -> Tensor:
         if is_sharded(value):
             if value.device_mesh != self.mesh:
                 return self.load_state(value.full_tensor())
-            value = value.redistribute(placements=self._gathered)
-            return local_of(value)
-        sizes, starts = _local_range(self.role.state_shape(self._shape), self.mesh, self._gathered)
+            moved: Tensor = value.redistribute(placements=self._state_placements)
+            return local_of(moved)
+        sizes, starts = _local_range(self.role.state_shape(self._shape), self.mesh, self._state_placements)
         local: Tensor = value[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
         return local
 

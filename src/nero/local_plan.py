@@ -1,0 +1,107 @@
+"""The step of an optimiser on this process: sharded parameters are stepped as their local parts."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nero import backends
+from nero.groups import name_of
+from nero.roles import Role
+from nero.sharding import Noise, Shard, is_sharded, noise_of
+from nero.state import match_radius
+from nero.user_warnings import warn
+
+RoleIn = Callable[[dict[str, Any], Tensor], Role]
+
+
+def groups_of(
+    param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]], role_in: RoleIn
+) -> tuple[list[backends.Group], list[Shard]]:
+    """Return the parameters that have state, as backends see them, and the shards among them.
+
+    Args:
+        param_groups: the optimiser's groups.
+        state: the optimiser's state.
+        role_in: returns the role of a parameter of a group.
+    """
+    groups: list[backends.Group] = []
+    shards: list[Shard] = []
+    generators: dict[Noise, torch.Generator] = {}
+    for group in param_groups:
+        members: dict[Noise | None, list[backends.Member]] = {}
+        for index, parameter in enumerate(group["params"]):
+            own, role = state.get(parameter), role_in(group, parameter)
+            if not own:
+                continue
+            if role.kind == "neuron":
+                match_radius(parameter, role, own, group["fix_norm"])
+            member = backends.Member(name_of(param_groups, group, index), parameter, role, own)
+            if is_sharded(parameter):
+                shards.append(Shard(parameter, role, own))
+                member = _part(member, shards[-1])
+            noise = noise_of(parameter, role) if group["rounding"] == "stochastic" else None
+            members.setdefault(noise, []).append(member)
+        groups += [
+            backends.Group(group, own_members, noise and generators.setdefault(noise, noise.generator()))
+            for noise, own_members in (members or {None: []}).items()
+        ]
+    return groups, shards
+
+
+def _part(member: backends.Member, shard: Shard) -> backends.Member:
+    cut = None
+    if shard.sharding.is_cut:
+        fan_in = member.role.fan_in(member.parameter.shape)
+        cut = backends.Cut(fan_in, shard.sharding.reduction, shard.sharding.group_of_row)
+    return backends.Member(member.name, shard.local, shard.role, shard.state, cut)
+
+
+class LocalPlan:
+    """The plan of an optimiser's step on this process. Built once, used until the parameters change.
+
+    Args:
+        param_groups: the optimiser's groups.
+        state: the optimiser's state.
+        role_in: returns the role of a parameter of a group.
+        before: the plan that this one replaces.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        state: Mapping[Tensor, dict[str, Any]],
+        role_in: RoleIn,
+        before: "LocalPlan | None" = None,
+    ) -> None:
+        groups, self._shards = groups_of(param_groups, state, role_in)
+        self._plan: backends.Plan = backends.Plan(param_groups, state, groups, None if before is None else before._plan)
+        distributed = torch.distributed
+        self._may_be_idle = distributed.is_available() and distributed.is_initialized()
+
+    def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
+        return self._plan.covers(param_groups, state) and all(shard.is_current() for shard in self._shards)
+
+    def retire(self) -> None:
+        """Cover nothing any more: options have changed."""
+        self._plan.retire()
+
+    def step(self) -> None:
+        """Step every parameter that has a gradient."""
+        moving = [shard for shard in self._shards if shard.take_gradient()]
+        try:
+            self._plan.step()
+        finally:
+            for shard in moving:
+                shard.finish()
+
+    def warn_if_idle(self, parameters: Sequence[Tensor]) -> None:
+        """Warn, once, if none of the parameters has a gradient in a distributed run."""
+        if self._may_be_idle and all(parameter.grad is None for parameter in parameters):
+            warn(
+                "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard has "
+                "replaced the parameters of the model since, make the optimiser after it"
+            )
+        self._may_be_idle = False

@@ -265,6 +265,8 @@ def paired(case: Case, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Callab
                 optimisers[1].step()
             if step == COUNTED_STEP:
                 counts.add(mode.get_total_counts())
+                plan = optimisers[1]._plan
+        assert optimisers[1]._plan is plan, "steps are planned again and again"
         assert_states_match(sharded, optimisers[1], plain, optimisers[0])
         return (*optimisers, counts)
 

@@ -201,15 +201,16 @@ CASES = {
     "a rank without rows, nan": replace(LAYOUTS["fsdp, a rank without rows"], gradient=spoil, edit=zero_some),
 }
 DOUBLE = [*LAYOUTS, "zero neurons, columns", "initial norms, columns", "free norms, columns", "nan gradients, columns"]
+SINGLE = [name for name in CASES if name not in LAYOUTS]
+SINGLE += ["fsdp", "fsdp, a rank without rows", "hsdp", "columns, a rank without any", "fsdp and tensor parallel"]
+SINGLE += ["mixed with plain", "groups that do not divide", "fan-in 2"]
+RUNS = [(name, "float64") for name in DOUBLE] + [(name, "float32") for name in SINGLE]
 #: Half precision rounds at every step, and the last bit of a few elements may differ.
 HALF = ["fsdp, a rank without rows", "columns", "zero neurons, columns"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_sharded_steps_equal_those_of_one_process(name: str, dtype: str, pools: Pools):
-    if dtype == "float64" and name not in DOUBLE:
-        pytest.skip("float32 is enough")
     pools.run(CASES[name].world, check_steps, name, dtype)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 Layout = Callable[[nn.Module, DeviceMesh], object]
 
@@ -129,14 +130,16 @@ def gradients(model: nn.Module, step: int, scale: float = 1.0) -> dict[str, Tens
 
 def scattered(whole: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> DTensor:
     """Cut a tensor, the same in every process, without communication; a partial one has unequal summands."""
-    parts = torch.tensor(mesh.size(), dtype=whole.dtype)
-    total = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if not any(place.is_partial() for place in places):
+    if any(place.is_partial() for place in places):
+        assert all(isinstance(place, Partial) for place in places)
+        offset = mesh.get_rank() - (mesh.size() - 1) / 2  # the offsets sum to zero
+        return DTensor.from_local(whole / mesh.size() + offset, mesh, places, run_check=False)
+    if any(isinstance(place, _StridedShard) for place in places):
+        total = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return total.redistribute(placements=places)
-    assert all(isinstance(place, Partial) for place in places)
-    rank = mesh.get_rank()
-    summand = whole / parts + (rank - (parts - 1) / 2)  # the offsets sum to zero
-    return DTensor.from_local(summand, mesh, places, run_check=False)
+    sizes, starts = compute_local_shape_and_global_offset(whole.shape, mesh, places)  # quicker, and most are such
+    local = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))].contiguous()
+    return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def give_gradients(

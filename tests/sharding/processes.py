@@ -36,7 +36,7 @@ class Pool:
     """A group of processes that stay: each call runs one function in all of them."""
 
     def __init__(self, world: int) -> None:
-        self.world = world
+        self.world, self.limit_s = world, MAX_CASE_S
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -63,7 +63,7 @@ class Pool:
         answers: dict[int, Any] = {}
         errors: list[str] = []
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
-        end = time.monotonic() + MAX_CASE_S
+        end = time.monotonic() + self.limit_s
         while pending:
             ready = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
             if not ready:

@@ -28,7 +28,7 @@ from sharding.layouts import (
     tensor_parallel,
     weights,
 )
-from sharding.processes import Pools
+from sharding.processes import MAX_CASE_S, Pool, Pools
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -81,6 +81,13 @@ def mixed(model: nn.Module, mesh: DeviceMesh) -> None:
     placed(1, only="table.*")(model, mesh)
 
 
+def two_meshes(model: nn.Module, _: DeviceMesh) -> None:
+    """Shard on meshes of the same processes in one and in two dimensions."""
+    placed(1, only="linear.*")(model, mesh_of(4))
+    placed(0, only="conv.*")(model, mesh_of(4))
+    placed(0, 1, only="table.*")(model, mesh_of(2, 2))
+
+
 LAYOUTS = {
     "fsdp": Case(fsdp, (2,), 0),
     "fsdp, a rank without rows": Case(fsdp, (4,), 0),
@@ -98,6 +105,7 @@ LAYOUTS = {
     "size one, cut by one": Case(placed(0, 1), (2, 1), 0),
     "size one, cut by the other": Case(placed(0, 1), (1, 2), 1),
     "mixed with plain": Case(mixed, (2,), 1),
+    "two meshes": Case(two_meshes, (4,), 2),
     "tensor parallel": Case(tensor_parallel, (2,), 1, Net),
     "tensor parallel of 4": Case(tensor_parallel, (4,), 1, Net),
     "fsdp and tensor parallel": Case(both, (2, 2), 1, Net),
@@ -201,15 +209,16 @@ CASES = {
     "a rank without rows, nan": replace(LAYOUTS["fsdp, a rank without rows"], gradient=spoil, edit=zero_some),
 }
 DOUBLE = [*LAYOUTS, "zero neurons, columns", "initial norms, columns", "free norms, columns", "nan gradients, columns"]
+SINGLE = [name for name in CASES if name not in LAYOUTS]
+SINGLE += ["fsdp", "fsdp, a rank without rows", "hsdp", "columns, a rank without any", "fsdp and tensor parallel"]
+SINGLE += ["mixed with plain", "groups that do not divide", "fan-in 2"]
+RUNS = [(name, "float64") for name in DOUBLE] + [(name, "float32") for name in SINGLE]
 #: Half precision rounds at every step, and the last bit of a few elements may differ.
 HALF = ["fsdp, a rank without rows", "columns", "zero neurons, columns"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_sharded_steps_equal_those_of_one_process(name: str, dtype: str, pools: Pools):
-    if dtype == "float64" and name not in DOUBLE:
-        pytest.skip("float32 is enough")
     pools.run(CASES[name].world, check_steps, name, dtype)
 
 
@@ -265,6 +274,8 @@ def paired(case: Case, dtype: torch.dtype) -> tuple[nn.Module, nn.Module, Callab
                 optimisers[1].step()
             if step == COUNTED_STEP:
                 counts.add(mode.get_total_counts())
+                plan = optimisers[1]._plan
+        assert optimisers[1]._plan is plan, "steps are planned again and again"
         assert_states_match(sharded, optimisers[1], plain, optimisers[0])
         return (*optimisers, counts)
 
@@ -375,8 +386,8 @@ def coordinates(mesh: DeviceMesh) -> tuple[int, int]:
 
 def test_benchmark_measures_every_workload(pools: Pools):
     for rows in pools.run(2, rehearse_benchmark):
-        assert {row["backend"] for row in rows} >= {"foreach"}
-        assert len({row["workload"] for row in rows}) == len(benchmark.WORKLOADS)
+        assert {row["backend"] for row in rows} == {"foreach"}
+        assert len(rows) == len(benchmark.WORKLOADS)
         for row in rows:
             assert row["collectives"] == ("cut" in row["workload"])
             assert row["of_plain"] > 0
@@ -388,15 +399,49 @@ def rehearse_benchmark() -> list[dict[str, Any]]:
     return list(benchmark.measure_all(rounds=2, is_quick=True))
 
 
-def test_partial_parameter_is_refused_by_every_rank(pools: Pools):
-    errors = pools.run(2, refuse_partial)
-    assert {kind for kind, _ in errors} == {"ValueError"}
-    assert all("artial" in text for _, text in errors)
+@pytest.mark.parametrize("fault", ["partial", "no process group"])
+def test_unusable_shards_are_refused_by_every_rank(fault: str, pools: Pools):
+    errors = pools.run(2, refuse_shard, fault)
+    assert {kind for kind, _ in errors} == {"ValueError"}, errors
+    assert all("linear.weight" in text for _, text in errors)
     assert len(set(errors)) == 1
 
 
-def refuse_partial() -> tuple[str, str]:
+def refuse_shard(fault: str) -> tuple[str, str]:
     model = Layers(linear=nn.Linear(4, 3))
-    summand = DTensor.from_local(torch.randn(3, 4), mesh_of(2), [Partial()], run_check=False)
-    model.linear.weight = nn.Parameter(summand)
+    mesh, place = mesh_of(2), Partial()
+    if fault == "no process group":
+        mesh, place = DeviceMesh("cpu", [0, 1], _init_backend=False), Shard(0)
+    shard = DTensor.from_local(torch.randn(3, 4), mesh, [place], run_check=False)
+    model.linear.weight = nn.Parameter(shard)
     return error_of(nero.Nero, model)
+
+
+def test_pool_fails_a_hang_and_an_error_and_goes_on():
+    pool = Pool(2)
+    try:
+        assert pool.run(square, 3) == [9, 9]
+        pool.limit_s = 1.0
+        with pytest.raises(AssertionError, match="rank 1 did not answer"):
+            pool.run(wait_for_nobody)
+        pool.limit_s = MAX_CASE_S
+        with pytest.raises(AssertionError, match=r"rank 1: (.|\n)*ZeroDivisionError"):
+            pool.run(fail_alone)
+        assert pool.run(square, 4) == [16, 16]
+    finally:
+        pool.stop()
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def wait_for_nobody() -> None:
+    if distributed.get_rank() == 1:
+        distributed.barrier()
+
+
+def fail_alone() -> None:
+    if distributed.get_rank() == 1:
+        raise ZeroDivisionError
+    distributed.barrier()

@@ -1,5 +1,6 @@
 """Shards under stochastic rounding, torch.compile, Accelerate's order, DDP and ZeroRedundancyOptimizer."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,42 @@ def drift(shard: Callable[..., None] | None) -> tuple[float, float]:
         change = full(model.linear.weight).float() - before
         moved.append(-float((change * whole["linear.weight"].float()).sum()))
     return moved[0], moved[1]
+
+
+@pytest.mark.parametrize("shard", [None, placed_rows, placed_columns])
+def test_noise_goes_on_after_a_checkpoint(shard: Callable[..., None] | None, pools: Pools):
+    for whole, resumed in pools.run(2, resume_noise, shard):
+        assert resumed == whole
+
+
+def resume_noise(shard: Callable[..., None] | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the bits of a run, and of one that is stopped and resumed in other processes' random state."""
+    found = []
+    for stop in (None, 3):
+        torch.manual_seed(0)
+        model = noisy(shard)
+        optimiser = nero.Nero(model, rounding="stochastic")
+        for step in range(6):
+            if step == stop:
+                state, before = copy.deepcopy(optimiser.state_dict()), model
+                torch.manual_seed(17)
+                model = noisy(shard)
+                optimiser = nero.Nero(model, rounding="stochastic")
+                optimiser.load_state_dict(state)
+                with torch.no_grad():
+                    for new, old in zip(model.parameters(), before.parameters(), strict=True):
+                        new.copy_(old)
+            give_gradients(model, gradients(model, step))
+            optimiser.step()
+        found.append(local_bits(model))
+    return found[0], found[1]
+
+
+def noisy(shard: Callable[..., None] | None) -> nn.Module:
+    model = made(Zoo, torch.bfloat16)
+    if shard is not None:
+        shard(model, mesh_of(2))
+    return model
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -390,6 +390,8 @@ def test_benchmark_measures_every_workload(pools: Pools):
         assert len(rows) == len(benchmark.WORKLOADS)
         for row in rows:
             assert row["collectives"] == ("cut" in row["workload"])
+            assert row["collectives_adam"] == 0
+            assert row["collectives_muon"] > 3  # per matrix, of which there are three
             assert row["of_plain"] > 0
         assert benchmark.table(rows).row_count == len(rows)
 

@@ -1,7 +1,8 @@
-"""The cost of sharding: a step of sharded tensors beside a step of plain tensors of the local size, and Adam's.
+"""The cost of sharding: a step of sharded tensors beside a step of plain tensors of the local size, Adam's and Muon's.
 
 Gloo processes on this machine, with one thread each. Plain tensors, shards and Adam on the same shards take turns; the
-ratio is the median over the rounds. Writes benchmarks/results/sharded-cpu.json.
+ratio is the median over the rounds. Muon, whose matrix products take seconds on a CPU, is timed by itself in a few
+steps. Writes benchmarks/results/sharded-cpu.json.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from nero_lab.provenance import commit
 ROOT = Path(__file__).parents[1]
 #: Steps before a measurement, which plan and compile.
 WARM_UP_STEPS = 3
+MUON_STEPS = 3
 
 
 class Workload(NamedTuple):
@@ -91,15 +93,14 @@ def measure_all(rounds: int, is_quick: bool = False) -> Iterator[Row]:
     """Measure every workload on every backend, in all processes together."""
     for workload in WORKLOADS:
         sized = workload._replace(size=8, tensors=min(workload.tensors, 3)) if is_quick else workload
+        muon = measure_muon(sized)
         for backend in ("foreach", "numba"):
             if backend == "foreach" or numba_works():
-                yield measure(sized, backend, rounds)
+                yield measure(sized, backend, rounds) | muon
 
 
 def measure(workload: Workload, backend: str, rounds: int) -> Row:
     """Time the contenders in turn, and count the collectives of a sharded step."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     shards = sharded_parameters(workload)
     plain = [with_gradient(shard.to_local().detach().clone()) for shard in shards]
     options: dict[str, Any] = {"backend": backend}
@@ -111,19 +112,38 @@ def measure(workload: Workload, backend: str, rounds: int) -> Row:
     for step in steps.values():
         for _ in range(WARM_UP_STEPS):
             step()
-    with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
-        steps["sharded"]()
+    collectives = {name: collectives_of(steps[name]) for name in ("sharded", "adam")}
     times = take_turns_together(steps, rounds)
     taken = {name: statistics.median(each.values()) for name, each in times.items()}
     return {
         "workload": workload.name,
         "backend": backend,
         "rounds": rounds,
-        "collectives": mode.get_total_counts(),
+        "collectives": collectives["sharded"],
+        "collectives_adam": collectives["adam"],
         **{f"milliseconds_{name}": milliseconds(seconds) for name, seconds in taken.items()},
         "of_plain": round(ratio(times["sharded"], times["plain"]), 3),
         "of_adam": round(ratio(times["sharded"], times["adam"]), 3),
     }
+
+
+def measure_muon(workload: Workload) -> Row:
+    """Time torch's Muon on the same shards, and count its collectives."""
+    step = torch.optim.Muon(sharded_parameters(workload)).step
+    collectives = collectives_of(step)  # and warm up
+    clock = Clock(torch.device("cpu"))
+    distributed.barrier()
+    taken = statistics.median(clock.burst(step) for _ in range(MUON_STEPS))
+    return {"collectives_muon": collectives, "milliseconds_muon": milliseconds(taken)}
+
+
+def collectives_of(step: Step) -> int:
+    """Take a step, and count its collectives."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as mode:  # type: ignore[no-untyped-call]
+        step()
+    return int(mode.get_total_counts())
 
 
 def take_turns_together(steps: dict[str, Step], rounds: int) -> dict[str, Rounds]:
@@ -172,7 +192,18 @@ def table(rows: list[Row]) -> Table:
     made = Table(box=None, pad_edge=False)
     made.add_column("workload", no_wrap=True)
     made.add_column("backend")
-    for title in ("plain, ms", "sharded, ms", "/ plain", "Adam, ms", "/ Adam", "collectives"):
+    titles = (
+        "plain, ms",
+        "sharded, ms",
+        "/ plain",
+        "Adam, ms",
+        "/ Adam",
+        "Muon, ms",
+        "collectives: Nero",
+        "Adam",
+        "Muon",
+    )
+    for title in titles:
         made.add_column(title, justify="right")
     for row in rows:
         made.add_row(
@@ -183,7 +214,10 @@ def table(rows: list[Row]) -> Table:
             f"{row['of_plain']:.3g}",
             f"{row['milliseconds_adam']:.4g}",
             f"{row['of_adam']:.3g}",
+            f"{row['milliseconds_muon']:.4g}",
             str(row["collectives"]),
+            str(row["collectives_adam"]),
+            str(row["collectives_muon"]),
         )
     return made
 

@@ -37,8 +37,6 @@ from torch.utils._pytree import tree_map
 
 import nero
 
-pytestmark = pytest.mark.xdist_group("sharding")
-
 LAYOUTS = {
     "one process": (None, (1,)),
     "fsdp on 2": (fsdp, (2,)),

@@ -68,6 +68,10 @@ Out = Annotated[Path, typer.Option(help="Folder for records, checkpoints and Ten
 Epochs = Annotated[int | None, typer.Option(help="Stop after this many epochs of the paper's schedule.")]
 #: Both spellings of the option.
 OPTIMISER_NAMES = ("--optimiser", "--optimizer")
+Shard = Annotated[
+    bool,
+    typer.Option("--shard", help="With torchrun: split the network over the processes (FSDP2), instead of replicas."),
+]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="Precision of matrix products: float32, or tf32 on a GPU.")
 ]
@@ -130,6 +134,7 @@ def run(
     out: Out = OUT,
     precision: PrecisionOption = "float32",
     weights: Annotated[bool, typer.Option("--weights", help="Save the trained weights beside the record.")] = False,
+    shard: Shard = False,
 ) -> None:
     """Train once, or resume an unfinished run with the same settings."""
     optimiser = optimiser or next(iter(task_named(task).contenders))
@@ -137,7 +142,7 @@ def run(
         optimiser, lr = depth.form_of(task_named(task), optimiser), None
     chosen = task_named(task, optimiser)
     settings = chosen.settings(optimiser, None if lr is None else _rate(lr), seed, epochs, precision)
-    with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights) as run_all:
+    with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights, shard=shard) as run_all:
         run_all([settings], False)
 
 
@@ -159,13 +164,14 @@ def sweep(
     side_by_side: Annotated[
         int | None, typer.Option(min=1, help="Runs at a time. Default: what suits an H200; one on a CPU.")
     ] = None,
+    shard: Shard = False,
 ) -> None:
     """Follow the paper's protocol: the grid of learning rates on seed 0, then three seeds at the best."""
     chosen = task_named(task, *(optimiser or ()))
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
     known_precision = checked[0].precision
-    with _training_session(chosen, data, device, out, known_precision, side_by_side) as run_all:
+    with _training_session(chosen, data, device, out, known_precision, side_by_side, shard=shard) as run_all:
         best = search(chosen, contenders, seeds, known_precision, run_all, rates=None if grid else (), epochs=epochs)
     for name, rate in best.items():
         papers = chosen.contenders[name].best
@@ -217,14 +223,15 @@ def _training_session(
     side_by_side: int | None,
     *,
     weights: bool = False,
+    shard: bool = False,
 ) -> Iterator[RunAll]:
     """Check and load everything that could fail, and yield a function that trains runs."""
     device = _device(device_name)
     if precision == "tf32" and device.type != "cuda":
         raise SettingError(f"tf32 needs an NVIDIA GPU, got --device {device}: take --precision float32")
     at_a_time = side_by_side or (task.side_by_side if device.type == "cuda" else 1)
-    with distributed.process_group(device):
-        _check_processes(task, at_a_time)
+    with distributed.process_group(device, shard=shard):
+        _check_processes(task, at_a_time, shard)
         is_first = distributed.rank() == 0
         console.quiet = not is_first
         store = (Store if is_first else ReadOnlyStore)(out, weights=weights)
@@ -241,8 +248,10 @@ def _training_session(
             yield run_all
 
 
-def _check_processes(task: Task, at_a_time: int) -> None:
+def _check_processes(task: Task, at_a_time: int, shard: bool) -> None:
     if distributed.world_size() == 1:
+        if shard:
+            raise SettingError("--shard splits a network over several processes: start them with torchrun")
         return
     if not task.is_distributable:
         raise SettingError(f"{task.name} is trained by one process: start it without torchrun")

@@ -84,17 +84,18 @@ def train(
                 for training in runner.active.copy():  # a copy: finished runs leave the list
                     runner.advance(training)
                     del training  # a finished run must not be kept alive by this variable
-                    if interrupted() and (waiting or runner.active or more) and distributed.rank() == 0:
+                    # processes that train together stop and save at the same step
+                    stop, is_due = distributed.agree(interrupted(), time.monotonic() > due)
+                    if stop and (waiting or runner.active or more):
                         runner.save()
-                        raise KeyboardInterrupt(interrupted())
-            except Exception as error:
-                # the first process, interrupted too, has saved the run and left in the middle of a step
-                if interrupted() and distributed.rank() > 0:
-                    raise KeyboardInterrupt(interrupted()) from error
-                with suppress(Exception):
-                    runner.save()
+                        distributed.barrier()  # torchrun ends the others when the first of them has ended
+                        raise KeyboardInterrupt(stop)
+            except Exception:
+                if not distributed.is_sharded():  # the other processes would have to take part
+                    with suppress(Exception):
+                        runner.save()
                 raise
-            if time.monotonic() > due:
+            if is_due:
                 due = time.monotonic() + max(CHECKPOINT_EVERY_S, MIN_TRAIN_TO_SAVE_RATIO * runner.save())
     return [(done | runner.done)[settings] for settings in runs]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nero_lab import distributed
 from nero_lab.data import DataError
 from nero_lab.protocol import Precision, SettingError, Settings, Task
 
@@ -164,9 +165,9 @@ def curve_fault(curve: dict[str, Any], epochs: int) -> str:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Copy nested dicts and lists, with their tensors on the CPU."""
+    """Copy nested dicts and lists, with their tensors whole and on the CPU."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return distributed.whole(value.detach()).cpu().clone()
     if isinstance(value, dict):
         return {key: copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -181,7 +182,7 @@ def load_network(network: nn.Module, state: dict[str, Any]) -> None:
         RuntimeError: if names or shapes differ.
         ValueError: if a dtype differs, which torch would cast.
     """
-    network.load_state_dict(state)
+    network.load_state_dict(distributed.shard_like(state, network.state_dict()))
     for name, tensor in network.state_dict().items():
         _require_same_kind(name, state[name], tensor)
 
@@ -204,16 +205,20 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: 
         KeyError: if the state lacks something. torch does not check, and would fail in a later step.
         ValueError: if a shape or dtype differs, which torch does not check either.
     """
-    wanted = _flatten(optimiser.state_dict())
-    optimiser.load_state_dict(state)
+    now = optimiser.state_dict()
+    wanted = _flatten(now)
+    sharded = {"state": distributed.shard_like(state["state"], now["state"]), "param_groups": state["param_groups"]}
+    optimiser.load_state_dict(sharded)
     # saved values first, since loading may cast; loading itself sets options that are newer than the checkpoint
     loaded = _flatten(optimiser.state_dict()) | _flatten(state)
     if lacking := wanted.keys() - loaded.keys():
         raise KeyError(min(lacking))
     for name, value in wanted.items():
         _require_same_kind(name, loaded[name], value)
-    for group in optimiser.param_groups:
+    for group, before in zip(optimiser.param_groups, now["param_groups"], strict=True):
         group["lr"] = lr  # loading copied the tensor
+        if "fused" in before:
+            group["fused"] = before["fused"]  # says how to compute, and depends on the number of processes
 
 
 def _flatten(state: dict[str, Any]) -> dict[str, Any]:

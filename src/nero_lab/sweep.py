@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from nero_lab import distributed
 from nero_lab.data import Dataset, Game
 from nero_lab.loops.supervised import Supervised
-from nero_lab.loops.training import StateError, Training
+from nero_lab.loops.training import Snapshot, StateError, Training
 from nero_lab.protocol import Precision, Settings, Task, best_rate
 from nero_lab.store import Store, misfit
 
@@ -29,13 +29,13 @@ class RunObserver(Protocol):
     def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
         """Handle the list of all runs, and the records of those that are already done."""
 
-    def begun(self, training: Training) -> None:
+    def begun(self, training: Training | Snapshot) -> None:
         """Handle a run that starts or resumes."""
 
-    def stepped(self, training: Training) -> None:
+    def stepped(self, training: Training | Snapshot) -> None:
         """Handle a step. ``training.epochs_known`` is the number of epochs whose numbers are available."""
 
-    def ended(self, training: Training) -> None:
+    def ended(self, training: Training | Snapshot) -> None:
         """Handle a run that is finished and recorded."""
 
     def stopping(self) -> None:
@@ -76,7 +76,7 @@ def train(
         store.checkpoint(task, settings, data.device, mmap=True)
     runner = _Runner(task, data, store, observer)
     due = time.monotonic() + CHECKPOINT_EVERY_S
-    with _deferred_interrupts(observer.stopping) as interrupted:
+    with deferred_interrupts(observer.stopping) as interrupted:
         while waiting or runner.active:
             try:
                 while waiting and len(runner.active) < side_by_side:
@@ -155,7 +155,7 @@ class _Runner:
 
 
 @contextmanager
-def _deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], int]]:
+def deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], int]]:
     """Defer SIGINT and SIGTERM. Yield a function that returns the number of the signal that came, or 0.
 
     The first signal calls ``on_first`` immediately, because a step may take minutes on a CPU. A second one raises.

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -150,6 +151,50 @@ class Training(ABC):
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Enter the run's own CUDA stream, if on a GPU."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+@dataclass
+class Snapshot:
+    """A run that trains in another process, as the display sees it. Has the names of :class:`Training`."""
+
+    task: Task
+    settings: Settings
+    device: torch.device
+    steps_per_epoch: int
+    steps_done: int
+    curve: dict[str, list[float | None]]
+    seconds: float
+    metrics: dict[str, float]
+    speed_text: str
+    note: str
+    on_activity: Callable[..., None] | None = None
+
+    @classmethod
+    def of(cls, run: "Training | Snapshot") -> "Snapshot":
+        """Copy what there is to see of a run. Waits for no GPU."""
+        kept = (run.task, run.settings, run.device, run.steps_per_epoch, run.steps_done, run.curve, run.seconds)
+        return cls(*kept, run.running_metrics() if run.device.type == "cpu" else {}, run.speed(), run.throughput_note())
+
+    @property
+    def epoch(self) -> int:
+        return self.steps_done // self.steps_per_epoch
+
+    @property
+    def step(self) -> int:
+        return self.steps_done % self.steps_per_epoch
+
+    @property
+    def epochs_known(self) -> int:
+        return min(map(len, self.curve.values()))
+
+    def running_metrics(self) -> dict[str, float]:
+        return self.metrics
+
+    def speed(self) -> str:
+        return self.speed_text
+
+    def throughput_note(self) -> str:
+        return self.note
 
 
 def curve_fault(curve: dict[str, Any], epochs: int) -> str:

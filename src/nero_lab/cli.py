@@ -193,6 +193,8 @@ def sweep(
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
     known_precision = checked[0].precision
+    if shard and ray is not None:
+        raise SettingError("--shard splits a run over the processes of torchrun, --ray gives it one: choose either")
     session = (
         _training_session(chosen, data, device, out, known_precision, side_by_side, shard=shard)
         if ray is None

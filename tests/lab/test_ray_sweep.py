@@ -297,6 +297,7 @@ def test_ray_with_torchrun_or_not_installed_names_remedy(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "is_launched", lambda: True)
         assert "without torchrun" in str(run_command(patch, "sweep", "mnist-deep", "--ray")[0])
+    assert "choose either" in str(run_command(monkeypatch, "sweep", "imagenet", "--ray", "--shard")[0])
     monkeypatch.delitem(sys.modules, "nero_lab.ray_sweep")
     monkeypatch.delattr("nero_lab.ray_sweep")
     monkeypatch.setitem(sys.modules, "ray", None)

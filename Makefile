@@ -29,7 +29,7 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term-missing
+	$(BIN)/pytest --numprocesses 2 --cov --cov-report=term-missing
 
 test-versions:
 	$(MAKE) --keep-going test-oldest test-newest

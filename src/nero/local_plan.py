@@ -9,7 +9,8 @@ from torch import Tensor
 from nero import backends
 from nero.groups import name_of
 from nero.roles import Role
-from nero.sharding import Noise, Shard, is_sharded, noise_of
+from nero.sharding import Noise, is_sharded, noise_of
+from nero.shards import Shard, Shards
 from nero.state import match_radius
 from nero.user_warnings import warn
 
@@ -55,7 +56,7 @@ def _part(member: backends.Member, shard: Shard) -> backends.Member:
     if shard.sharding.is_cut:
         fan_in = member.role.fan_in(member.parameter.shape)
         cut = backends.Cut(fan_in, shard.sharding.reduction, shard.sharding.group_of_row)
-    return backends.Member(member.name, shard.local, shard.role, shard.state, cut)
+    return backends.Member(member.name, shard.local, shard.role, shard.state, cut, shard)
 
 
 class LocalPlan:
@@ -78,15 +79,16 @@ class LocalPlan:
         role_in: RoleIn,
         before: "LocalPlan | None" = None,
     ) -> None:
-        groups, self._shards = groups_of(param_groups, state, role_in)
-        self.has_shards = bool(self._shards)
+        groups, shards = groups_of(param_groups, state, role_in)
+        self._shards = Shards(shards) if shards else None
+        self.has_shards = bool(shards)
         self._plan: backends.Plan = backends.Plan(param_groups, state, groups, None if before is None else before._plan)
         distributed = torch.distributed
         self._may_be_idle = distributed.is_available() and distributed.is_initialized()
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
-        return self._plan.covers(param_groups, state) and all(shard.is_current() for shard in self._shards)
+        return self._plan.covers(param_groups, state) and (self._shards is None or self._shards.are_current())
 
     def retire(self) -> None:
         """Cover nothing any more: options have changed."""
@@ -94,12 +96,14 @@ class LocalPlan:
 
     def step(self) -> None:
         """Step every parameter that has a gradient."""
-        moving = [shard for shard in self._shards if shard.take_gradient()]
+        if self._shards is None:
+            self._plan.step()
+            return
         try:
+            self._shards.take_gradients()
             self._plan.step()
         finally:
-            for shard in moving:
-                shard.finish()
+            self._shards.finish()
 
     def warn_if_idle(self, parameters: Sequence[Tensor]) -> None:
         """Warn, once, if none of the parameters has a gradient in a distributed run."""

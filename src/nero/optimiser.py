@@ -216,7 +216,7 @@ class Nero(torch.optim.Optimizer):
         self._depth_counter.check()
         if any(group["on_nonfinite"] == "raise" for group in self.param_groups):
             self._check_gradients()
-        if is_compiling and not any(map(is_sharded, chain.from_iterable(map(_params, self.param_groups)))):
+        if is_compiling and not any(is_sharded(each) for group in self.param_groups for each in group["params"]):
             self._enter_late()
             backends.step_eagerly(groups_of(self.param_groups, self.state, self._role)[0])
         elif "torch._dynamo" in sys.modules and (self._plan is None or self._plan.has_shards):

@@ -7,11 +7,10 @@ then a step needs no communication. Where neurons are cut, processes sum a few n
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from nero.roles import Role
@@ -30,8 +29,7 @@ def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a tensor on this process; a plain tensor is its own."""
     if not is_sharded(tensor):
         return tensor
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local.wait() if hasattr(local, "wait") else local  # a collective may be under way
+    return waited(tensor._local_tensor)  # type: ignore[attr-defined]
 
 
 def local_row(tensor: Any, row: int) -> int | None:
@@ -46,6 +44,12 @@ def whole(tensor: Any) -> Tensor:
     """Gather a sharded tensor. All processes that share it must do so."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return gathered
+
+
+def waited(local: Any) -> Tensor:
+    """Return a local part, when the collective that makes it has ended."""
+    ready: Tensor = local if type(local) is Tensor or not hasattr(local, "wait") else local.wait()
+    return ready
 
 
 class Sharding:
@@ -298,73 +302,6 @@ def noise_of(parameter: Tensor, role: Role) -> Noise | None:
         return None
     place = MeshSharding(parameter, role).coordinate if is_sharded(parameter) else ()
     return Noise(place, local_of(parameter).device)
-
-
-class Shard:
-    """A sharded parameter's part on this process, as an ordinary parameter with its own state.
-
-    Args:
-        parameter: the DTensor.
-        role: its role.
-        state: its state; it is read again at each step.
-
-    Attributes:
-        sharding: how the parameter is sharded.
-        local: the part, with whole fan-in groups on an axis of their own. It has a gradient only during a step.
-        role: the role of the part.
-        state: the state, with plain tensors. Their memory is that of the parameter's state.
-    """
-
-    def __init__(self, parameter: Any, role: Role, state: dict[str, Any]) -> None:
-        self.sharding = MeshSharding(parameter, role)
-        self.parameter, self._global_state = parameter, state
-        self._source = local_of(parameter)
-        self._address = self._source.data_ptr()
-        self._known = dict(state)
-        local = self._source.detach()
-        self.local = nn.Parameter(
-            local if self.sharding.is_cut else self.sharding.view(local), requires_grad=parameter.requires_grad
-        )
-        self.role = role if self.sharding.is_cut else replace(role, fan_in_axes=role.axes, fan_in_groups=1)
-        self.state: dict[str, Any] = {key: _local_state(value) for key, value in state.items()}
-        self._version: int | None = None
-
-    def is_current(self) -> bool:
-        """Return whether the parameter and its state still are the same tensors."""
-        source, state = self.parameter._local_tensor, self._global_state
-        return (
-            source is self._source
-            and source.data_ptr() == self._address
-            and len(state) == len(self._known)
-            and all(state[key] is value if key in state else False for key, value in self._known.items())
-        )
-
-    def take_gradient(self) -> bool:
-        """Give the local part its gradient; return whether there is one."""
-        parameter, local = self.parameter, self.local
-        if parameter._version != self._version:  # operations on the DTensor do not count as changes of its part
-            increment_version(local)
-        grad = parameter.grad
-        if grad is None or not parameter.requires_grad:
-            local.requires_grad_(parameter.requires_grad)
-            return False
-        local.requires_grad_()
-        if grad.placements != parameter.placements:
-            grad = grad.redistribute(parameter.device_mesh, parameter.placements)
-        local.grad = local_of(grad).detach().view(local.shape)
-        if not local.numel() and not self.sharding.is_cut:  # backends leave it out, but its step counts
-            self.state["step"].add_(1)
-        return True
-
-    def finish(self) -> None:
-        """Drop the gradient, which the user may free, and mark the parameter as changed."""
-        self.local.grad = None
-        increment_version(self.parameter)
-        self._version = self.parameter._version
-
-
-def _local_state(value: Any) -> Any:
-    return local_of(value) if isinstance(value, Tensor) else value
 
 
 def _local_range(shape: Iterable[int], mesh: Mesh, placements: tuple[Any, ...]) -> tuple[Sequence[int], Sequence[int]]:

@@ -19,7 +19,7 @@ from torch import distributed
 MAX_CASE_S = 60.0
 #: When one process has failed, the others may wait for it in a collective: they get this long.
 MAX_WAIT_AFTER_ERROR_S = 2.0
-#: Imported once, by the process that all others are forked from.
+#: Imported once, by the process that all others are forked from; by each, if another test has started that process.
 PRELOADED = [
     "torch",
     "torch._dynamo",
@@ -55,7 +55,7 @@ class Pool:
             connection.send_bytes(order)
         answers, errors = self._collect()
         if errors:
-            self.stop(is_clean=False)
+            self.stop()
             raise AssertionError(f"of {self.world} processes\n" + "\n".join(errors))
         return [answers[rank] for rank in range(self.world)]
 
@@ -68,6 +68,8 @@ class Pool:
             ready = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 errors += [f"rank {rank} did not answer: it hangs, or waits for another" for rank in pending.values()]
+                for rank in pending.values():
+                    self._processes[rank].kill()
                 break
             for connection in ready:
                 rank = pending.pop(connection)
@@ -97,12 +99,12 @@ class Pool:
             self._processes.append(process)
             self._connections.append(here)
 
-    def stop(self, *, is_clean: bool = True) -> None:
-        """End the processes; wait for them only if none is stuck."""
+    def stop(self) -> None:
+        """End the processes."""
         for connection in self._connections:
-            connection.close()  # ends the loop of a process that is not stuck
+            connection.close()  # ends the loop of a process
         for process in self._processes:
-            process.join(10 if is_clean else 0.1)
+            process.join(10)
             if process.is_alive():
                 process.kill()
                 process.join()

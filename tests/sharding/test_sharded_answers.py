@@ -31,8 +31,6 @@ from training import assert_readings_close
 
 import nero
 
-pytestmark = pytest.mark.xdist_group("sharding")
-
 #: How models are sharded here: neurons whole and neurons cut.
 SHARDINGS = {
     "rows": (placed(0), (2,)),

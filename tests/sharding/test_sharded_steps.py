@@ -36,8 +36,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import nero
 
-pytestmark = pytest.mark.xdist_group("sharding")
-
 STEPS = 10
 COUNTED_STEP = 4  # after the first ones, which plan
 TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}

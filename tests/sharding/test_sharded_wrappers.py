@@ -27,8 +27,6 @@ from torch.distributed.tensor import DTensor
 
 import nero
 
-pytestmark = pytest.mark.xdist_group("sharding")
-
 
 def local_bits(model: nn.Module) -> list[list[int]]:
     """Return the bits of the local part of every bf16 parameter."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,14 +31,30 @@ class Cut(NamedTuple):
     owners: Tensor | None = None
 
 
+class HasGrad(Protocol):
+    """A holder of a gradient."""
+
+    grad: Tensor | None
+
+
 class Member(NamedTuple):
-    """A parameter of a group, or the local part of a sharded one, with its state."""
+    """A parameter of a group, or the local part of a sharded one, with its state.
+
+    ``holder`` has the gradient of a part; ``None`` stands for the parameter itself.
+    """
 
     name: str
     parameter: Tensor
     role: Role
     state: dict[str, Tensor]
     cut: Cut | None = None
+    holder: HasGrad | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient to step with; ``None`` if there is none, or if the parameter is frozen."""
+        holder = self.parameter if self.holder is None else self.holder
+        return holder.grad if self.parameter.requires_grad else None
 
 
 class Group(NamedTuple):
@@ -114,9 +130,9 @@ def rate_and_divisor(options: Mapping[str, Any]) -> tuple[Number, float]:
 def jobs_of(group: Group) -> list[Job]:
     """Make a job for every member that has a gradient."""
     return [
-        job_of(member, member.parameter.grad, group.options)
+        job_of(member, grad, group.options)
         for member in group.members
-        if member.parameter.grad is not None and member.parameter.requires_grad and member.parameter.numel()
+        if (grad := member.grad) is not None and member.parameter.numel()
     ]
 
 

@@ -126,7 +126,7 @@ def _works(group: Group) -> list[cut.Work]:
     """Make the work of a group whose neurons are cut, on all processes alike: an empty part has its share of sums."""
     settings = settings_of(group.options, group.generator)
     return [
-        cut.Work(job_of(member, member.parameter.grad, group.options), settings, member.cut)
+        cut.Work(job_of(member, grad, group.options), settings, member.cut)
         for member in group.members
-        if member.cut is not None and member.parameter.grad is not None and member.parameter.requires_grad
+        if member.cut is not None and (grad := member.grad) is not None
     ]

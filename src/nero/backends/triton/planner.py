@@ -89,7 +89,7 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
         is_chosen or (options["backend"] == "auto" and parameter.is_cuda and triton_works(parameter.device))
     ):
         return None
-    grad = parameter.grad if parameter.requires_grad else None
+    grad = member.grad
     tensors = [parameter] if grad is None else [parameter, grad]
     if any(map(why_not_triton, tensors)):
         if is_chosen and parameter.requires_grad:
@@ -99,4 +99,5 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
     layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
     if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
         return None
-    return Line(parameter, job, layout, settings_of(options), group)
+    holder = parameter if member.holder is None else member.holder
+    return Line(parameter, holder, job, layout, settings_of(options), group)

@@ -43,6 +43,7 @@ class Sweep:
         self._generator = generator
         # no reference to a line: a line holds a gradient
         self._parameters = [line.parameter for line in lines]
+        self._holders = [line.holder for line in lines]
         self._states = [line.job.state for line in lines]
         self._values = [value for state in self._states for value in state.values()]
         self._averages = [state["grad_norm"] for state in self._states]
@@ -69,7 +70,7 @@ class Sweep:
         """Return the addresses of the gradients, 0 for none; ``None`` if the sweep must be built anew."""
         if not (self._lie_at(self._parameters, self._addresses) and self._has_its_state()):
             return None
-        grads = list(map(_grad, self._parameters))
+        grads = list(map(_grad, self._holders))
         with torch.enable_grad():  # the guards read requires_grad
             unchanged = (
                 self._is_unchanged(*self._parameters)

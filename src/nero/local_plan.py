@@ -1,5 +1,6 @@
 """The step of an optimiser on this process: sharded parameters are stepped as their local parts."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,10 +45,9 @@ def groups_of(
                 member = _part(member, shards[-1])
             noise = noise_of(parameter, role) if group["rounding"] == "stochastic" else None
             members.setdefault(noise, []).append(member)
-        groups += [
-            backends.Group(group, own_members, noise and generators.setdefault(noise, noise.generator()))
-            for noise, own_members in (members or {None: []}).items()
-        ]
+        for noise, alike in (members or {None: []}).items():
+            generator = noise and generators.setdefault(noise, noise.generator())
+            groups.append(backends.Group(group, alike, generator))
     return groups, shards
 
 
@@ -113,3 +113,8 @@ class LocalPlan:
                 "replaced the parameters of the model since, make the optimiser after it"
             )
         self._may_be_idle = False
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile traces the functions that are called, as in what it could not compile."""
+    return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

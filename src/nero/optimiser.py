@@ -1,7 +1,6 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state, steps and checkpoints."""
 
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,7 +14,7 @@ from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, state_to_load
 from nero.groups import Part, check_params, check_roles, matched, name_of, param_groups, parts_of, role_in
-from nero.local_plan import LocalPlan, groups_of
+from nero.local_plan import LocalPlan, groups_of, is_traced
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -219,7 +218,7 @@ class Nero(torch.optim.Optimizer):
         if is_compiling and not any(is_sharded(each) for group in self.param_groups for each in group["params"]):
             self._enter_late()
             backends.step_eagerly(groups_of(self.param_groups, self.state, self._role)[0])
-        elif "torch._dynamo" in sys.modules and (self._plan is None or self._plan.has_shards):
+        elif (is_compiling or is_traced()) and (self._plan is None or self._plan.has_shards):
             torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # a compiled step of shards is eager
         else:
             self._step()

@@ -5,7 +5,7 @@ tensors in one all-reduce; everything else is local.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from nero.rounding import rounded
 
 #: The longest local part of a neuron whose sums in float32 are precise enough.
 MAX_QUICK_ELEMENTS = 4096
+#: Elements per piece on a CPU: with their gradients, 256 KiB in float32.
+PIECE_ELEMENTS = 1 << 15
 #: Sums of squares in this range lose nothing in float32.
 ORDINARY = (1e-30, 1e30)
 #: The smallest share of a neuron's square, without its mean, that sums in float64 resolve.
@@ -23,11 +25,12 @@ MIN_LEFT = 1e-13
 
 
 class Work(NamedTuple):
-    """A job on the local part of a parameter whose neurons are cut."""
+    """A job on the local part of a parameter whose neurons are cut, and the compiled loops for it, if any."""
 
     job: Job
     settings: Settings
     cut: Cut
+    loops: Any = None
 
 
 def step(works: Sequence[Work]) -> None:
@@ -36,22 +39,26 @@ def step(works: Sequence[Work]) -> None:
     for work in works:
         batches.setdefault((work.cut.reduce, work.job.parameter.device), []).append(work)
     for batch in batches.values():
-        sums = [local_sums(work.job, work.cut) for work in batch]
+        sums = [local_sums(work) for work in batch]
         reduce: Callable[[Tensor], Tensor] = batch[0].cut.reduce
         totals = reduce(torch.cat([five.flatten() for five in sums])).split_with_sizes([five.numel() for five in sums])
         for work, five, total in zip(batch, sums, totals, strict=True):
             _turn(work, total.view(five.shape))
 
 
-def local_sums(job: Job, cut: Cut) -> Tensor:
+def local_sums(work: Work) -> Tensor:
     """Return Σw, Σg, Σw², Σg² and Σwg over the local elements of each neuron, in float64."""
+    job, _, cut, loops = work
     w, g = job.parameter, job.grad
+    if (arrays := _arrays(work)) is not None:
+        five = torch.empty(5, *job.state["grad_norm"].shape, dtype=torch.float64)
+        loops.sum_rows(*arrays, five.view(5, -1).numpy())
+        return five if _is_precise(five, job) else _sums(w.double(), g.double(), job.axes)
     axes = job.axes if cut.owners is None else tuple(axis - 1 for axis in job.axes if axis > 1)
     wide = rule.statistics_dtype(w.dtype)
     is_quick = w.is_cpu and wide == torch.float32 and w.numel() <= MAX_QUICK_ELEMENTS * job.state["grad_norm"].numel()
-    five = _sums(w.to(wide), g.to(wide), axes) if is_quick else None
-    if five is None or not _is_precise(five, job):
-        five = _sums(w.double(), g.double(), axes)
+    quick = _sums(w.to(wide), g.to(wide), axes) if is_quick else None
+    five = quick if quick is not None and _is_precise(quick, job) else _sums(w.double(), g.double(), axes)
     if cut.owners is None:
         return five.double()
     groups = job.state["grad_norm"].shape[0]
@@ -61,6 +68,9 @@ def local_sums(job: Job, cut: Cut) -> Tensor:
 
 
 def _sums(w: Tensor, g: Tensor, axes: tuple[int, ...]) -> Tensor:
+    rows = _rows_per_piece(w)
+    if w.is_cpu and 0 not in axes and rows < w.shape[0]:
+        return torch.cat([_sums(*pair, axes) for pair in zip(_pieces(w, rows), _pieces(g, rows), strict=True)], 1)
     if not axes:
         return torch.stack([w, g, w * w, g * g, w * g])
     squares = [torch.linalg.vector_norm(each, dim=axes, keepdim=True).square_() for each in (w, g)]
@@ -79,7 +89,7 @@ def _is_precise(five: Tensor, job: Job) -> bool:
 
 def _turn(work: Work, sums: Tensor) -> None:
     """Turn the local part of every neuron, given the sums over all of its elements. See :func:`nero.rule.turn`."""
-    job, settings, cut = work
+    job, settings, cut, _ = work
     state, grad_norm = job.state, job.state["grad_norm"]
     state["step"].add_(1)
     w_sum, g_sum, ww, gg, wg = sums
@@ -121,7 +131,43 @@ def _write(work: Work, numbers: Sequence[Tensor], moving: Tensor) -> None:
     if owners is not None:
         *numbers, moving = (each.squeeze(1)[owners.to(each.device)] for each in (*numbers, moving))
     stretch, along, shift = numbers
+    if job.parameter.is_cpu and job.parameter.dtype == job.grad.dtype == stretch.dtype and bool(moving.all()):
+        _write_in_place(work, stretch, along, shift)
+        return
     w = job.parameter.to(stretch.dtype)
     new = torch.addcmul(shift, w, stretch).addcmul_(job.grad.to(stretch.dtype), along)
     new = rounded(torch.where(moving, new, w), job.parameter.dtype, work.settings.rounding, work.settings.generator)
     job.parameter.copy_(new)
+
+
+def _write_in_place(work: Work, stretch: Tensor, along: Tensor, shift: Tensor) -> None:
+    """Turn all neurons on a CPU, piece by piece."""
+    weight, grad = work.job.parameter, work.job.grad
+    if (arrays := _arrays(work)) is not None:
+        numbers = (each.flatten().numpy() for each in (stretch, along, shift))
+        work.loops.write_rows(*arrays, *numbers)
+        torch.autograd.graph.increment_version(weight)  # torch did not see the loops write
+        return
+    tensors = (weight, stretch, grad, along, shift)
+    for w, by, g, times, plus in zip(*(_pieces(each, _rows_per_piece(weight)) for each in tensors), strict=True):
+        w.mul_(by).addcmul_(g, times).add_(plus)
+
+
+def _arrays(work: Work) -> Any:
+    """Return weights and gradient as matrices for the compiled loops; ``None`` without loops, or if they cannot be."""
+    weight, grad = work.job.parameter, work.job.grad
+    is_by_row = work.job.axes == tuple(range(1, weight.dim())) and work.cut.owners is None
+    if work.loops is None or not is_by_row or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
+        return None
+    if grad.dtype != weight.dtype or not (weight.is_contiguous() and grad.is_contiguous()):
+        return None
+    return tuple(each.detach().view(weight.shape[0], -1).numpy() for each in (weight, grad))
+
+
+def _pieces(tensor: Tensor, rows: int) -> Sequence[Tensor]:
+    return tensor.split_with_sizes([min(rows, tensor.shape[0] - start) for start in range(0, tensor.shape[0], rows)])
+
+
+def _rows_per_piece(tensor: Tensor) -> int:
+    """Return the rows of a piece of a tensor that stays in a CPU's cache."""
+    return max(1, PIECE_ELEMENTS * tensor.shape[0] // max(1, tensor.numel()))

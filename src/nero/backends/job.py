@@ -129,11 +129,12 @@ def rate_and_divisor(options: Mapping[str, Any]) -> tuple[Number, float]:
 
 def jobs_of(group: Group) -> list[Job]:
     """Make a job for every member that has a gradient."""
-    return [
-        job_of(member, grad, group.options)
-        for member in group.members
-        if (grad := member.grad) is not None and member.parameter.numel()
-    ]
+    jobs = []
+    for member in group.members:
+        grad = member.grad
+        if grad is not None and member.parameter.numel():
+            jobs.append(job_of(member, grad, group.options))
+    return jobs
 
 
 def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:

@@ -30,8 +30,14 @@ def _step_numba(jobs: Sequence[Job], settings: Settings) -> None:
 
 
 def _step_auto(jobs: Sequence[Job], settings: Settings) -> None:
-    elements = sum(job.parameter.numel() for job in jobs if job.parameter.is_cpu)
-    BACKENDS["numba" if elements >= MIN_NUMBA_ELEMENTS and numba_works() else "foreach"](jobs, settings)
+    is_numba = _uses_numba("auto", [job.parameter for job in jobs])
+    BACKENDS["numba" if is_numba else "foreach"](jobs, settings)
+
+
+def _uses_numba(backend: str, parameters: Sequence[Tensor]) -> bool:
+    if backend != "auto":
+        return backend == "numba"
+    return sum(each.numel() for each in parameters if each.is_cpu) >= MIN_NUMBA_ELEMENTS and numba_works()
 
 
 #: The backends that take jobs one group at a time. Triton steps all groups at once: see Plan.
@@ -125,8 +131,13 @@ def _part(group: Group, *, is_cut: bool) -> Group:
 def _works(group: Group) -> list[cut.Work]:
     """Make the work of a group whose neurons are cut, on all processes alike: an empty part has its share of sums."""
     settings = settings_of(group.options, group.generator)
+    loops: Any = None
+    if _uses_numba(group.options["backend"], [member.parameter for member in group.members]):
+        from nero.backends.numba import rows
+
+        loops = rows
     return [
-        cut.Work(job_of(member, grad, group.options), settings, member.cut)
+        cut.Work(job_of(member, grad, group.options), settings, member.cut, loops)
         for member in group.members
         if member.cut is not None and (grad := member.grad) is not None
     ]

@@ -174,7 +174,7 @@ def sharded() -> str:
                 f"{row['of_plain']:.2f}",
                 f"{numba['of_plain']:.2f}" if numba else "not run",
                 f"{row['milliseconds_adam']:.3g} ms",
-                f"{row['milliseconds_muon']:.3g} ms",
+                f"{row['milliseconds_muon']:,.0f} ms",
                 *(str(row[name]) for name in ("collectives", "collectives_adam", "collectives_muon")),
             ]
         )
@@ -200,7 +200,7 @@ def rank_memory() -> str:
 
 def _size(count: int) -> str:
     """Format a number of bytes."""
-    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 28 else f"{count / (1 << 20):.2g} MiB"
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 27 else f"{count / (1 << 20):.2f} MiB"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = Accelerator(cpu=device.type == "cpu", fsdp_plugin=plugin)
     if device.type == "cpu":
         rehearse_on_cpu(accelerator, plugin)
-    model = task.Network().to(device)
+    model = task.Network()
     model, optimiser = accelerator.prepare(model, nero.Nero(model))
     if not all(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise RuntimeError("Accelerate did not shard the model")

@@ -76,10 +76,10 @@ class Nero(torch.optim.Optimizer):
             :attr:`skipped`; ``"raise"`` raises a ``FloatingPointError`` before anything changes, and has to wait for
             the gradients.
         rounding: of half-precision parameters: to ``"nearest"``, or ``"stochastic"``, so that steps too small for the
-            dtype are kept on average (reproducible with ``torch.manual_seed``).
+            dtype are kept on average. One process repeats by ``torch.manual_seed``; replicas of several draw alike.
         depth: divides the angle, so that ``lr`` is the change of the whole network. ``"auto"`` counts it
             (:func:`nero.depth_of`) when the module first runs with gradients, which must be before the first step;
-            that run is done twice. Processes of DistributedDataParallel agree on the greatest count.
+            that run is done twice. Processes of DistributedDataParallel or shards agree on the greatest.
         backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU, from the extra ``cpu``),
             ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that works.
         pretrained: keep the weights that the model comes with, and only turn them: ``fix_norm="initial"`` and

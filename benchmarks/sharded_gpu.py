@@ -6,6 +6,7 @@ communicates nothing, so it takes the same time as in a real run. Writes benchma
 
 import argparse
 import json
+import statistics
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def start_processes(device: torch.device, processes: int) -> None:
 
 
 def measure(shapes: Any, device: torch.device) -> Row:
-    """Time the contenders in turn: with gradients in place, on the device alone, and with new gradients each step."""
+    """Time the contenders in turn: steps back to back, and on the device alone."""
     plain, sharded, adams = (
         [*made(shapes, device)] for made in (local_parameters, sharded_parameters, sharded_parameters)
     )
@@ -73,28 +74,18 @@ def measure(shapes: Any, device: torch.device) -> Row:
     clock, budget = Clock(device), Budget()
     row: Row = {}
     steps = {name: optimiser.step for name, optimiser in optimisers.items()}
-    fresh = {name: lambda optimiser=optimiser: step_afresh(optimiser) for name, optimiser in optimisers.items()}
-    for kind, contenders in (("loop", steps), ("fresh", fresh)):
-        for step in contenders.values():
-            for _ in range(5):
-                step()
-        counts = {name: burst_length(step, clock, budget) for name, step in contenders.items()}
-        times = take_turns(contenders, counts, clock, budget)
-        for name, rounds in times.items():
-            row[f"{kind}_ms_{name}"] = milliseconds(sorted(rounds.values())[len(rounds) // 2])
-        row[f"{kind}_of_plain"] = round(ratio(times["sharded"], times["plain"]), 3)
-        row[f"{kind}_of_adam"] = round(ratio(times["sharded"], times["adam"]), 3)
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    counts = {name: burst_length(step, clock, budget) for name, step in steps.items()}
+    times = take_turns(steps, counts, clock, budget)
+    for name, rounds in times.items():
+        row[f"loop_ms_{name}"] = milliseconds(statistics.median(rounds.values()))
+    row["loop_of_plain"] = round(ratio(times["sharded"], times["plain"]), 3)
+    row["loop_of_adam"] = round(ratio(times["sharded"], times["adam"]), 3)
     for name, step in steps.items():
         row[f"device_ms_{name}"] = milliseconds(device_time(step, 5, clock.host_seconds(step), clock))
     return row
-
-
-def step_afresh(optimiser: torch.optim.Optimizer) -> None:
-    """Step with gradients that are new tensors, in the same memory, as after zero_grad() and a backward pass."""
-    for group in optimiser.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = parameter.grad.detach()
-    optimiser.step()
 
 
 def sharded_parameters(shapes: Any, device: torch.device) -> Any:

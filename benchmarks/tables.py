@@ -182,6 +182,23 @@ def sharded() -> str:
     return _table(["matrices", *times, "collectives: Nero", "Adam", "Muon"], lines)
 
 
+def sharded_gpu() -> str:
+    """Make the table of steps of shards on a GPU."""
+    lines = [
+        [
+            row["workload"],
+            str(row["processes"]),
+            *(f"{row[key]:.3g} ms" for key in ("device_ms_sharded", "device_ms_adam")),
+            f"{row['device_ms_sharded'] / row['device_ms_plain']:.2f}",
+            *(f"{row[key]:.3g} ms" for key in ("loop_ms_sharded", "loop_ms_adam")),
+            f"{row['loop_of_plain']:.2f}",
+        ]
+        for row in record("sharded-cuda-gpt2")["rows"]
+    ]
+    device = ["device: Nero", "Adam", "Nero / plain"]
+    return _table(["model", "ranks", *device, "back to back: Nero", "Adam", "Nero / plain"], lines)
+
+
 def rank_memory() -> str:
     """Make the table of the memory of a rank for a model of 7 B parameters."""
     model = memory.llama()
@@ -212,6 +229,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "suite": suite,
     "script": script,
     "sharded": sharded,
+    "sharded-gpu": sharded_gpu,
     "rank-memory": rank_memory,
 }
 

@@ -1,4 +1,4 @@
-"""The cost tables of README.md and docs/speed.md, written from the committed benchmark records.
+"""The cost tables of README.md, docs/speed.md and docs/guide/sharding.md, written from the committed benchmark records.
 
 A table stands between ``<!-- cost: NAME -->`` and ``<!-- end -->``. Run ``python benchmarks/tables.py`` after a new
 record.
@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import memory
+import torch
 from contenders import ADAM, SGD
 from timing import Row
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/speed.md")
+PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md")
 BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -156,6 +158,68 @@ def script() -> str:
     return _table(["precision", "ours", "the authors' way", "ratio"], lines)
 
 
+def sharded() -> str:
+    """Make the table of steps of shards on a CPU."""
+    by_workload: dict[str, dict[str, Row]] = {}
+    for row in record("sharded-cpu")["rows"]:
+        by_workload.setdefault(row["workload"], {})[row["backend"]] = row
+    lines = []
+    for workload, by_backend in by_workload.items():
+        row = by_backend["foreach"]
+        numba = by_backend.get("numba")
+        lines.append(
+            [
+                workload,
+                f"{row['milliseconds_sharded']:.3g} ms",
+                f"{row['of_plain']:.2f}",
+                f"{numba['of_plain']:.2f}" if numba else "not run",
+                f"{row['milliseconds_adam']:.3g} ms",
+                f"{row['milliseconds_muon']:,.0f} ms",
+                *(str(row[name]) for name in ("collectives", "collectives_adam", "collectives_muon")),
+            ]
+        )
+    times = ["Nero", "/ plain", "numba / plain", "Adam", "Muon"]
+    return _table(["matrices", *times, "collectives: Nero", "Adam", "Muon"], lines)
+
+
+def sharded_gpu() -> str:
+    """Make the table of steps of shards on a GPU."""
+    lines = [
+        [
+            row["workload"],
+            str(row["processes"]),
+            *(f"{row[key]:.3g} ms" for key in ("device_ms_sharded", "device_ms_adam")),
+            f"{row['device_ms_sharded'] / row['device_ms_plain']:.2f}",
+            *(f"{row[key]:.3g} ms" for key in ("loop_ms_sharded", "loop_ms_adam")),
+            f"{row['loop_of_plain']:.2f}",
+        ]
+        for row in record("sharded-cuda-gpt2")["rows"]
+    ]
+    device = ["device: Nero", "Adam", "Nero / plain"]
+    return _table(["model", "ranks", *device, "back to back: Nero", "Adam", "Nero / plain"], lines)
+
+
+def rank_memory() -> str:
+    """Make the table of the memory of a rank for a model of 7 B parameters."""
+    model = memory.llama()
+    lines = []
+    for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bf16")):
+        for optimiser in memory.OPTIMISERS:
+            held = [memory.held(model, optimiser, dtype, ranks) for ranks in memory.RANKS]
+            lines.append(
+                [optimiser, name, *(_size(each.state) for each in held), *(_size(each.total) for each in held)]
+            )
+    ranks = [f"{count} rank{'s' * (count > 1)}" for count in memory.RANKS]
+    return _table(
+        ["optimiser", "weights", *(f"state, {each}" for each in ranks), *(f"all, {each}" for each in ranks)], lines
+    )
+
+
+def _size(count: int) -> str:
+    """Format a number of bytes."""
+    return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 27 else f"{count / (1 << 20):.2f} MiB"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gpu-steps": gpu_steps,
@@ -164,6 +228,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "suite": suite,
     "script": script,
+    "sharded": sharded,
+    "sharded-gpu": sharded_gpu,
+    "rank-memory": rank_memory,
 }
 
 

@@ -34,6 +34,23 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Run all tests of sharding in one worker, which starts their processes; all others wherever there is time.
+
+    The mark ``xdist_group`` would do so, but has no effect with pytest 9.2 and xdist 3.8.
+    """
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForSharding(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "sharding" if "sharding/" in nodeid.partition("::")[0] else nodeid
+
+    return OneWorkerForSharding(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drop tests that cannot run here, and do not trace interpreted kernels or the second dtype of a kind.
 

@@ -19,6 +19,7 @@ from nero.roles import Role, roles_of
 from nero.rounding import rounded
 from nero.rule import Number, bound, distance, norm, project, rounding_error, statistics_dtype
 from nero.scalars import as_float
+from nero.sharding import agreed, local_of, local_row, sharding_of
 
 
 @torch.no_grad()
@@ -31,15 +32,23 @@ def balance_tensor_(
     """
     if role.kind != "neuron" or not tensor.numel() or not (fix_mean or fix_norm):
         return tensor
-    view, axes = role.view(tensor), role.axes
+    sharding = sharding_of(tensor, role)
+    neurons = sharding.neurons(tensor)
+    radius = local_of(radius) if isinstance(radius, Tensor) else radius
+    if neurons.numel():
+        _balance_neurons_(neurons, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
+    sharding.write(tensor, neurons)
+    return tensor
+
+
+def _balance_neurons_(view: Tensor, axes: tuple[int, ...], *, fix_mean: bool, fix_norm: bool, radius: Number) -> None:
     if not backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
         wide = _wide(view)
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
         size = bound(radius) if fix_norm else norm(wide, axes)
         projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
-        balanced = torch.where(off <= rounding_error(tensor.dtype) * size, wide, projected)
+        balanced = torch.where(off <= rounding_error(view.dtype) * size, wide, projected)
         view.copy_(rounded(balanced, view.dtype, "nearest"))
-    return tensor
 
 
 def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) -> nn.Module:
@@ -97,6 +106,8 @@ def is_balanced(
         tolerance: the largest distance of a neuron to the nearest balanced one; by default the rounding error of the
             parameter's dtype, relative to the neuron's norm if that is free.
 
+    All processes that share a sharded model must call this, and get the same answer.
+
     Raises:
         TypeError: if ``model`` is not a module, or a trainable parameter is complex.
         ValueError: if a constraint is not a bool, the tolerance is not a number of at least 0, or the model has no
@@ -108,17 +119,17 @@ def is_balanced(
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no trainable neurons; nero.describe(model) lists what it has")
     paddings = paddings_of(model)
+    has_off = torch.zeros((), dtype=torch.int32)
     for _, parameter, role in neurons:
-        wide = _wide(role.view(parameter))
-        off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm)
+        wide, axes = _local_neurons(parameter, role)
+        off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm)
         if parameter in paddings:
             off[paddings[parameter]] = 0
         allowed: Number = rounding_error(parameter.dtype) if given is None else given
         if given is None and not fix_norm:
-            allowed = allowed * norm(wide, role.axes)
-        if not bool((off <= allowed).all()):
-            return False
-    return True
+            allowed = allowed * norm(wide, axes)
+        has_off |= (~(off <= allowed)).any().cpu()
+    return not bool(agreed(has_off, (parameter for _, parameter, _ in neurons)))
 
 
 def balance_after_step(
@@ -182,11 +193,12 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tens
 
     A neuron that is zero, or has grown from zero, has -1: its norm is held to at most one. With ``fix_norm="initial"``
     every other neuron has its own norm, at most half of the largest float; with ``False`` it has infinity.
+    Of a sharded parameter, these are the neurons on this process, and ``grown`` masks those.
     """
-    size = norm(_wide(role.view(parameter)), role.axes)
+    size = norm(*_local_neurons(parameter, role))
     is_zero = size == 0 if grown is None else (size == 0) | grown
     if fix_norm != "initial":
-        if can_read(parameter) and not bool(whole(is_zero.any())):
+        if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
             return None
         return torch.where(is_zero, -1.0, torch.full_like(size, 1.0 if fix_norm else torch.inf))
     largest = torch.finfo(size.dtype).max / 2
@@ -198,14 +210,15 @@ def balance_change(
     parameter: Tensor, role: Role, fix_mean: bool = True, fix_norm: FixNorm = True
 ) -> tuple[float, float]:
     """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
-    wide = _wide(role.view(parameter))
+    wide, axes = _local_neurons(parameter, role)
     if fix_norm == "initial":
         fix_norm, radius = True, initial_radius(parameter, role, fix_norm)
     else:
         radius = None
-    projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=1.0 if radius is None else radius)
-    change, size = torch.linalg.vector_norm(projected.tensor - wide), torch.linalg.vector_norm(wide)
-    return float(whole(change)), float(whole(size))
+    projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=1.0 if radius is None else radius)
+    norms = torch.stack([torch.linalg.vector_norm(each) for each in (projected.tensor - wide, wide)])
+    change, size = sharding_of(parameter, role).total(norms.double().square()).sqrt().tolist()
+    return change, size
 
 
 class CentredWeightNorm(nn.Module):
@@ -259,18 +272,18 @@ def checked_tolerance(tolerance: float) -> float:
 
 
 def paddings_of(model: nn.Module) -> dict[Tensor, int]:
-    """Map each embedding weight whose padding row is zero to the index of that row."""
+    """Map each embedding weight whose padding row is zero to the index of that row, if it is on this process."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     # read _parameters: the attribute of a parametrized table may update buffers
-    found = ((table._parameters.get("weight"), table.padding_idx) for table in tables)
-    return {
-        weight: padding
-        for weight, padding in found
-        if weight is not None
-        and padding is not None
-        and not weight.is_meta
-        and not bool(weight.detach()[padding].any())
-    }
+    found: dict[Tensor, int] = {}
+    for table in tables:
+        weight, padding = table._parameters.get("weight"), table.padding_idx
+        if weight is None or padding is None or weight.is_meta:
+            continue
+        row = local_row(weight, padding)
+        if row is not None and not bool(local_of(weight)[row].detach().any()):
+            found[weight] = row
+    return found
 
 
 def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
@@ -294,10 +307,9 @@ def _check_constraints(fix_mean: object, fix_norm: object) -> None:
         )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Reduce a sharded result, whose value may differ between processes."""
-    reduced: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return reduced
+def _local_neurons(parameter: Tensor, role: Role) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the neurons that have elements on this process, in a wide dtype, and their fan-in axes."""
+    return _wide(sharding_of(parameter, role).neurons(parameter)), role.axes
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from nero.groups import name_of, own_rate, role_in
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
 from nero.rule import statistics_dtype
-from nero.state import state_shape
+from nero.sharding import local_of, sharding_of
 
 #: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
@@ -98,7 +98,7 @@ def _checked_groups(
 
 def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> dict[str, Any]:
     """Return one parameter's state; keys that are not Nero's are copied as they are."""
-    shape = state_shape(parameter, role)
+    shape = role.state_shape(parameter.shape)
     wanted = {"step": (), "grad_norm": shape, "skipped": (), **({} if role.kind == "neuron" else {"scale": ()})}
     if not isinstance(entry, Mapping) or not set(wanted) <= set(entry):
         found = sorted(entry) if isinstance(entry, Mapping) else repr(entry)
@@ -107,6 +107,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
             "optimiser or model"
         )
     wanted["radius"] = shape  # optional: see nero.balance.initial_radius
+    sharding = sharding_of(parameter, role)
     dtypes = {"step": torch.float32, "skipped": torch.int64}
     state: dict[str, Any] = {}
     for key, value in entry.items():
@@ -123,5 +124,10 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
                 "it is of another model"
             )
         dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
-        state[key] = tensor.to(device=parameter.device, dtype=dtype, copy=True)
+        is_per_neuron = key in ("grad_norm", "radius")
+        local = sharding.load_state(tensor) if is_per_neuron else local_of(tensor)
+        local = local.to(device=parameter.device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+        state[key] = sharding.as_state(local) if is_per_neuron else local
+    if not sharding.is_first:  # the count is of all processes, which add theirs up
+        state["skipped"].zero_()
     return state

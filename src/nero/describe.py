@@ -14,6 +14,7 @@ from nero.balance import balance_change, initial_radius
 from nero.parameters import COMPLEX
 from nero.roles import Override, Role, as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
+from nero.sharding import sharding_of
 from nero.text_table import text_table
 
 HEADER = ("name", "shape", "role", "neurons x fan-in", "state", "why")
@@ -217,19 +218,19 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
         return COMPLEX
     if parameter.is_meta or not parameter.numel():
         return ""
-    wide = role.view(parameter).to(statistics_dtype(parameter.dtype))
-    possible = project(wide, role.axes).possible
-    stuck = int((~possible).sum())
+    sharding = sharding_of(parameter, role)
+    wide = sharding.neurons(parameter).to(statistics_dtype(parameter.dtype))
+    possible, size = project(wide, role.axes).possible, norm(wide, role.axes)
+    masks = (~possible, ~size.isfinite(), size == 0, torch.ones_like(possible))
+    stuck, infinite, at_origin, total = sharding.total(torch.stack([mask.sum() for mask in masks])).tolist()
     if not stuck:
         return ""
-    size = norm(wide, role.axes)
-    if not bool(size.isfinite().all()):
-        return f"{int((~size.isfinite()).sum())} of {possible.numel()} neurons not finite: initialise them first"
-    at_origin = int((size == 0).sum())
+    if infinite:
+        return f"{infinite} of {total} neurons not finite: initialise them first"
     if at_origin == stuck:
-        return f"{stuck} of {possible.numel()} neurons zero: they grow, to norm one at most"
+        return f"{stuck} of {total} neurons zero: they grow, to norm one at most"
     what = "zero or constant" if at_origin else "constant"
-    return f"{stuck} of {possible.numel()} neurons {what}, until their first gradient"
+    return f"{stuck} of {total} neurons {what}, until their first gradient"
 
 
 def _blocks(rows: Iterable[Row]) -> list[list[Row]]:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Literal, TypeAlias, overload
@@ -14,6 +14,7 @@ from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, state_to_load
 from nero.groups import Part, check_params, check_roles, matched, name_of, param_groups, parts_of, role_in
+from nero.local_plan import LocalPlan, groups_of, is_traced
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -25,14 +26,16 @@ from nero.options import (
     check_options,
     own_options,
 )
-from nero.parameters import check_gradient, check_parameter, check_trainable
-from nero.pretrained import is_pretrained, warn_if_balanced
+from nero.parameters import check_gradients, check_parameter, check_trainable
+from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.regrowth import Copy, find_grown, restore
 from nero.roles import Role
-from nero.state import initial_state, match_radius
+from nero.sharding import is_sharded, local_of, sharding_of, totals
+from nero.state import initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
+_params = itemgetter("params")
 #: All options but the learning rate, which schedulers change at every step.
 _options_but_lr = itemgetter(*(name for name in OPTIONS if name != "lr"))
 
@@ -73,10 +76,10 @@ class Nero(torch.optim.Optimizer):
             :attr:`skipped`; ``"raise"`` raises a ``FloatingPointError`` before anything changes, and has to wait for
             the gradients.
         rounding: of half-precision parameters: to ``"nearest"``, or ``"stochastic"``, so that steps too small for the
-            dtype are kept on average (reproducible with ``torch.manual_seed``).
+            dtype are kept on average. One process repeats by ``torch.manual_seed``; replicas of several draw alike.
         depth: divides the angle, so that ``lr`` is the change of the whole network. ``"auto"`` counts it
             (:func:`nero.depth_of`) when the module first runs with gradients, which must be before the first step;
-            that run is done twice. Processes of DistributedDataParallel agree on the greatest count.
+            that run is done twice. Processes of DistributedDataParallel or shards agree on the greatest.
         backend: ``"eager"``, ``"foreach"``, ``"numba"`` (compiled for the CPU, from the extra ``cpu``),
             ``"triton"`` (kernels for CUDA), or ``"auto"`` for the fastest that works.
         pretrained: keep the weights that the model comes with, and only turn them: ``fix_norm="initial"`` and
@@ -100,7 +103,7 @@ class Nero(torch.optim.Optimizer):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
-    _plan: backends.Plan | None
+    _plan: LocalPlan | None
     _depth_counter: DepthCounter
     _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
     _pretrained: bool | None
@@ -171,6 +174,7 @@ class Nero(torch.optim.Optimizer):
                 "Give the model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
+        check_trainable(part[:2] for part in self._added())
         self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)
@@ -210,28 +214,39 @@ class Nero(torch.optim.Optimizer):
             self._depth_counter.warn()
         self._depth_counter.check()
         if any(group["on_nonfinite"] == "raise" for group in self.param_groups):
-            for part in self.parts():
-                if part.group["on_nonfinite"] == "raise":
-                    check_gradient(part.name, part.parameter, is_new=not self.state.get(part.parameter))
-        if is_compiling:
-            backends.step_eagerly(self._groups())
-            return loss
-        if self._plan is None or not self._plan.covers(self.param_groups, self.state):
-            groups = self._groups()
-            self._copies = []
-            self._plan = backends.Plan(self.param_groups, self.state, groups, self._plan)
-        self._plan.step()
+            self._check_gradients()
+        if is_compiling and not any(is_sharded(each) for group in self.param_groups for each in group["params"]):
+            self._enter_late()
+            backends.step_eagerly(groups_of(self.param_groups, self.state, self._role)[0])
+        elif (is_compiling or is_traced()) and (self._plan is None or self._plan.has_shards):
+            torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # a compiled step of shards is eager
+        else:
+            self._step()
         return loss
+
+    def _step(self) -> None:
+        """Step every parameter by its backend."""
+        if self._plan is None or not self._plan.covers(self.param_groups, self.state):
+            self._enter_late()
+            self._copies = []
+            self._plan = LocalPlan(self.param_groups, self.state, self._role, self._plan)
+            self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
+        self._plan.step()
 
     @property
     def skipped(self) -> dict[str, int]:
-        """The number of updates skipped for a non-finite gradient, by parameter, where any were."""
-        counts = {
-            part.name: int(self.state[part.parameter]["skipped"])
-            for part in self.parts()
-            if "skipped" in self.state.get(part.parameter, {})
-        }
+        """The number of updates skipped for a non-finite gradient, by parameter, where any were.
+
+        All processes that share a sharded parameter must read this, and get the same numbers.
+        """
+        parts = [part for part in self.parts() if "skipped" in self.state.get(part.parameter, {})]
+        counts = {part.name: int(count) for part, count in zip(parts, self._skipped(parts), strict=True)}
         return {name: count for name, count in counts.items() if count}
+
+    def _skipped(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Return the counts of skipped updates on all processes."""
+        counts = [self.state[part.parameter]["skipped"] for part in parts]
+        return totals(counts, [sharding_of(part.parameter, part.role) for part in parts])
 
     def parts(self) -> Iterator[Part]:
         """Yield every parameter with its name, role and group; equal names are numbered."""
@@ -261,6 +276,17 @@ class Nero(torch.optim.Optimizer):
         self._pretrained = getattr(self, "_pretrained", None)
         self._entering = None
         self._reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the options. All processes that share a sharded parameter must call this."""
+        self._replace_swapped()
+        packed: dict[str, Any] = super().state_dict()
+        parts = [part for part in self.parts() if is_sharded(part.parameter) and self.state.get(part.parameter)]
+        counts = {id(part.parameter): count for part, count in zip(parts, self._skipped(parts), strict=True)}
+        for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
+            if id(parameter) in counts:
+                packed["state"][index] = {**packed["state"][index], "skipped": counts[id(parameter)]}
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict`: all of it or, with an error, nothing.
@@ -303,21 +329,25 @@ class Nero(torch.optim.Optimizer):
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._options = []
 
-    def _groups(self) -> list[backends.Group]:
-        """Return the groups as backends see them, after parameters that were unfrozen have entered."""
-        self._enter_unfrozen()
-        groups = []
-        for group in self.param_groups:
-            members = []
-            for index, parameter in enumerate(group["params"]):
-                state, role = self.state.get(parameter), self._role(group, parameter)
-                if not state:
-                    continue
-                if role.kind == "neuron":
-                    match_radius(parameter, role, state, group["fix_norm"])
-                members.append(backends.Member(name_of(self.param_groups, group, index), parameter, role, state))
-            groups.append(backends.Group(group, members))
-        return groups
+    def _check_gradients(self) -> None:
+        """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
+        parts = [part for part in self.parts() if part.group["on_nonfinite"] == "raise"]
+        trained = [part for part in parts if part.parameter.grad is not None and part.parameter.requires_grad]
+        check_trainable(part[:2] for part in trained if not self.state.get(part.parameter))
+        check_gradients(part[:2] for part in trained)
+
+    def _replace_swapped(self) -> None:
+        """Drop the state of parameters that are gone. If others took their place, initialise those.
+
+        Accelerate does this: it shards a model and puts the sharded parameters into an optimiser made before.
+        """
+        here = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        gone = [parameter for parameter in self.state if isinstance(parameter, Tensor) and id(parameter) not in here]
+        for parameter in gone:
+            del self.state[parameter]
+            self._roles.pop(parameter, None)
+        if gone:
+            self._enter([part for part in self.parts() if not self.state.get(part.parameter)])
 
     def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter
@@ -358,6 +388,8 @@ class Nero(torch.optim.Optimizer):
                 self._entering.append(group)
                 if is_counted and "depth" not in given and group["depth"] != "auto":
                     self._depth_counter.join(group)
+            if is_outermost:
+                check_trainable(part[:2] for part in self._added())
         except BaseException:
             del self.param_groups[count:]
             self._entering = None if is_outermost else self._entering
@@ -369,37 +401,47 @@ class Nero(torch.optim.Optimizer):
         """Return a parameter's role; raise if Nero cannot train the parameter."""
         name, parameter = name_of(self.param_groups, group, index), group["params"][index]
         check_parameter(name, parameter)
-        backends.check_backend(group["backend"], name, *([parameter] if parameter.requires_grad else []))
+        backends.check_backend(group["backend"], name, *([local_of(parameter)] if parameter.requires_grad else []))
         try:
             return role_in(group, parameter)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 
-    def _enter_added(self, is_pretrained: bool = False) -> None:
+    def _added(self) -> list[Part]:
         entering = self._entering or []
         parts = [part for part in self.parts() if any(part.group is group for group in entering)]
+        return [part for part in parts if part.parameter.requires_grad]
+
+    def _enter_added(self, is_pretrained: bool = False) -> None:
+        self._enter(self._added(), is_pretrained)
+        self._entering = None
+
+    def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
+        """Balance parameters and initialise their state."""
         parts = [part for part in parts if part.parameter.requires_grad]
         grown, copies = find_grown(parts)
+        warn_if_redundant(parts)
         if self._pretrained is None:
             warn_if_balanced((part for part in parts if part.parameter not in grown), is_known=is_pretrained)
         self._copies += copies
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self.state[part.parameter].update(state)
-        self._entering = None
 
-    def _enter_unfrozen(self) -> None:
-        """Initialise parameters that were unfrozen. Validate all before changing any."""
+    def _enter_late(self) -> None:
+        """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""
+        self._replace_swapped()
         late = [
             Part(name_of(self.param_groups, group, index), parameter, self._role(group, parameter), group)
             for group in self.param_groups
             for index, parameter in enumerate(group["params"])
             if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
         ]
+        check_trainable(part[:2] for part in late)
         for part in late:
-            check_trainable(part.name, part.parameter)
             if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
-                backends.check_backend(part.group["backend"], part.name, part.parameter, part.parameter.grad)
+                tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad))
+                backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
             warn_if_balanced(late, "unfrozen", is_known=True)
         for part in late:

@@ -1,8 +1,12 @@
 """Which parameters Nero can train, with errors that name the fix."""
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+
+from nero.sharding import agreed, check_sharding, is_sharded, local_of
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
 
@@ -17,23 +21,30 @@ def check_parameter(name: str, parameter: Tensor) -> None:
             "torch.distributed.fsdp.fully_shard (FSDP2) instead"
         )
     if parameter.requires_grad:
-        check_trainable(name, parameter)
+        _check_kind(name, parameter)
 
 
-def check_trainable(name: str, parameter: Tensor) -> None:
-    """Raise if Nero cannot train the values of a parameter."""
+def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if Nero cannot train the values of a parameter, on all processes that share sharded ones alike."""
+    parameters = list(named)
+    for name, parameter in parameters:
+        _check_kind(name, parameter)
+    readable = [(name, parameter) for name, parameter in parameters if can_read(parameter)]
+    place = _first_nonfinite([parameter for _, parameter in readable])
+    if place is not None:
+        raise ValueError(f"{readable[place][0]} holds NaN or infinite values: initialise it first")
+
+
+def _check_kind(name: str, parameter: Tensor) -> None:
     check_real(name, parameter)
     if parameter.dtype.itemsize < 2:
         raise TypeError(f"{name} is {parameter.dtype}: train it in bfloat16 or wider")
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} is laid out as {parameter.layout}: hold it as a dense parameter")
     check_memory(name, parameter)
-    if not can_read(parameter):
-        return
-    if parameter.is_inference():
+    if can_read(parameter) and parameter.is_inference():
         raise ValueError(f"{name} was created under torch.inference_mode() and cannot be trained: create it outside")
-    if not bool(parameter.detach().isfinite().all()):
-        raise ValueError(f"{name} holds NaN or infinite values: initialise it first")
+    check_sharding(name, parameter)
 
 
 def can_read(parameter: Tensor) -> bool:
@@ -54,19 +65,27 @@ def check_memory(name: str, parameter: Tensor) -> None:
         raise ValueError(f"{name} is on the meta device: allocate it (module.to_empty) and initialise it first")
 
 
-def check_gradient(name: str, parameter: Tensor, *, is_new: bool) -> None:
-    """Raise if a trainable parameter has a gradient that is not finite. Waits for the gradient.
-
-    A parameter that is new to the optimiser is checked itself first.
-    """
-    grad = parameter.grad
-    if grad is None or not parameter.requires_grad:
-        return
-    if is_new:
-        check_trainable(name, parameter)
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    if not bool(values.isfinite().all()):
+def check_gradients(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if the gradient of a parameter is not finite, on all processes alike. Waits for gradients."""
+    grads = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+    place = _first_nonfinite([grad for _, grad in grads])
+    if place is not None:
         raise FloatingPointError(
-            f"the gradient of {name} is not finite, and nothing was changed: find the cause, or skip such neurons with "
-            "on_nonfinite='skip'"
+            f"the gradient of {grads[place][0]} is not finite, and nothing was changed: find the cause, or skip such "
+            "neurons with on_nonfinite='skip'"
         )
+
+
+@torch.no_grad()
+def _first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
+    """Return the place of the first tensor that is not finite. Processes that share a sharded one agree on it."""
+    if not any(map(is_sharded, tensors)):
+        return next((place for place, tensor in enumerate(tensors) if not bool(_is_finite(tensor))), None)
+    flags = torch.stack([~_is_finite(tensor).cpu() for tensor in tensors])
+    found = agreed(flags.to(torch.int32), tensors).nonzero()
+    return int(found[0]) if len(found) else None
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    local = local_of(tensor).detach()
+    return (local.coalesce().values() if local.is_sparse else local).isfinite().all()

@@ -1,7 +1,9 @@
 """Pretrained models: a warning where balancing would change what they have learnt."""
 
 import math
+import sys
 from collections.abc import Iterable
+from types import FrameType
 from typing import cast
 
 import torch
@@ -14,6 +16,7 @@ from nero.user_warnings import warn
 
 #: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
 MIN_CHANGE = 0.01
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 #: Parts of the names of PEFT's parameters that start at zero or as copies, and are trained where they are neither.
 ADAPTERS = ("lora_B", "lora_embedding_B", "modules_to_save")
 
@@ -54,6 +57,18 @@ def relative_change(parts: Iterable[Part]) -> float:
             change, norm = balance_change(part.parameter, part.role, part.group["fix_mean"], part.group["fix_norm"])
             moved, total = math.hypot(moved, change), math.hypot(total, norm)
     return moved / total if total else 0.0
+
+
+def warn_if_redundant(parts: Iterable[Part]) -> None:
+    """Warn if ZeroRedundancyOptimizer makes this optimiser, whose processes balance different parameters each."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _ZERO:
+        frame = frame.f_back
+    if frame is not None and relative_change(parts) > MIN_CHANGE:
+        warn(
+            "each process of ZeroRedundancyOptimizer balances its own share of the parameters, so the processes start "
+            "with different models: call nero.balance_(model) before, on all of them; or shard with fully_shard"
+        )
 
 
 def _looks_pretrained(part: Part) -> bool:

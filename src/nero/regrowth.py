@@ -16,6 +16,7 @@ from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
+from nero.sharding import local_of, sharding_of
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
@@ -45,18 +46,19 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         _, parameter, role, group = part
         fix_mean, fix_norm = group["fix_mean"], group["fix_norm"]
         is_held = role.kind == "neuron" and (fix_mean or fix_norm is True)
-        # a sharded tensor has no masked_select
-        if not is_held or not parameter.numel() or not can_read(parameter) or hasattr(parameter, "full_tensor"):
+        if not is_held or not parameter.numel() or not can_read(parameter):
             continue
-        wide, tolerance = role.view(parameter).to(statistics_dtype(parameter.dtype)), rounding_error(parameter.dtype)
+        tolerance = rounding_error(parameter.dtype)
+        sharding = sharding_of(parameter, role)
+        wide = sharding.neurons(parameter).to(statistics_dtype(parameter.dtype))
         size = norm(wide, role.axes)
         off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True)
         is_balanced = (off <= tolerance * size) & (size > 0)
         mask = ~is_balanced & (size > 0) & ((size <= 1 + tolerance) | (fix_norm is False))
-        count, balanced = torch.stack([mask.sum(), is_balanced.sum()]).tolist()
+        count, unbalanced = sharding.total(torch.stack([mask.sum(), (~is_balanced).sum()])).tolist()
         # unit norm alone, as of neurons of two elements, is no sign of Nero: orthogonal initialisation has it, too
         has_both = fix_mean and fix_norm is True and role.fan_in(parameter.shape) > 2
-        is_trained = is_trained or (has_both and balanced == size.numel())
+        is_trained = is_trained or (has_both and not unbalanced)
         if count:
             elements += count * role.fan_in(parameter.shape)
             found.append((part, mask))
@@ -64,10 +66,11 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         return {part.parameter: mask for part, mask in found}, []
     if elements > MAX_COPIED_ELEMENTS:
         return {}, []
-    return {}, [
-        Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, role.view(parameter).masked_select(mask))
-        for (_, parameter, role, group), mask in found
-    ]
+    copies = []
+    for (_, parameter, role, group), mask in found:
+        elements_of = sharding_of(parameter, role).neurons(parameter).masked_select(mask)
+        copies.append(Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, elements_of))
+    return {}, copies
 
 
 @torch.no_grad()
@@ -77,7 +80,8 @@ def restore(copies: Iterable[Copy], loaded: Mapping[Tensor, Mapping[str, Any]]) 
         radius = loaded.get(parameter, {}).get("radius")
         if radius is None:
             continue
-        view = role.view(parameter)
+        sharding = sharding_of(parameter, role)
+        view, radius = sharding.neurons(parameter), local_of(radius)
         before = view.masked_scatter(mask.to(view.device), elements.to(view))
         wide, axes = before.to(statistics_dtype(view.dtype)), role.axes
         held_to = norm(wide, axes) if fix_norm == "initial" else 1.0
@@ -85,3 +89,4 @@ def restore(copies: Iterable[Copy], loaded: Mapping[Tensor, Mapping[str, Any]]) 
         # if the neurons are not what balancing made of them, the model was loaded since
         is_balanced = norm(balanced - view, axes) <= 4 * rounding_error(view.dtype) * norm(balanced, axes)
         view.copy_(torch.where((radius < 0) & is_balanced, before, view))
+        sharding.write(parameter, view)

@@ -68,6 +68,13 @@ class Role:
         shape = tuple(shape)
         return math.prod(shape[axis] for axis in self.fan_in_axes or ()) // self.fan_in_groups
 
+    def state_shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """Return the shape of the statistics of a parameter of a shape: one number per neuron, or per element."""
+        sizes, groups = tuple(shape), self.fan_in_groups
+        if groups > 1:
+            sizes = (groups, sizes[0] // groups, *sizes[1:])
+        return tuple(1 if axis in self.axes else size for axis, size in enumerate(sizes))
+
     def view(self, tensor: Tensor) -> Tensor:
         """View a tensor with its fan-in groups, if any, on an axis of their own."""
         groups = self.fan_in_groups

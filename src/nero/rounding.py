@@ -8,8 +8,8 @@ from nero.options import Rounding
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
-    """Round to a dtype. With ``"stochastic"``, the expectation over torch's random numbers is the value itself.
+def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding, generator: torch.Generator | None = None) -> Tensor:
+    """Round to a dtype. With ``"stochastic"``, the expectation over the generator's numbers is the value itself.
 
     Values that the dtype represents exactly keep their bits. In float32 and wider, rounding is to nearest. A finite
     value beyond the largest half becomes that, not infinite.
@@ -23,11 +23,17 @@ def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
         return value.to(dtype)
     if dtype == torch.bfloat16:  # the upper half of a float32: the lower half carries over at random
         bits = value.contiguous().view(torch.int32)
-        drawn = ((bits + torch.randint_like(bits, 1 << 16)) & ~0xFFFF).view(torch.float32)
+        drawn = ((bits + _random(bits, 1 << 16, generator)) & ~0xFFFF).view(torch.float32)
         return torch.where(value.isfinite(), drawn, value).to(dtype)
     # 2**e of a number 1.x * 2**e, from its bits; float16 has a spacing of 2**(e - 10), at least 2**-24
     binade = (value.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
     quantum = (binade * 2.0**-10).clamp_min_(2.0**-24)
-    chance = torch.randint_like(value, 1 << 13) * 2.0**-13  # as many bits as are dropped, so that the sum is exact
+    chance = _random(value, 1 << 13, generator) * 2.0**-13  # as many bits as are dropped, so that the sum is exact
     drawn = (value.abs() / quantum + chance).floor_().mul_(quantum).copysign_(value)
     return torch.where(value.isfinite(), drawn, value).to(dtype)
+
+
+def _random(like: Tensor, below: int, generator: torch.Generator | None) -> Tensor:
+    if generator is None:
+        return torch.randint_like(like, below)
+    return torch.randint(below, like.shape, generator=generator, dtype=like.dtype, device=like.device)

@@ -153,7 +153,7 @@ def project(
     square = unit.square().sum(axes, keepdim=True)
     if fix_mean:
         for _ in range(2):  # the second removes the rounding error of the first, which a nearly constant neuron has
-            unit = unit - _held(unit.mean(axes, keepdim=True), radius)
+            unit = unit - held(unit.mean(axes, keepdim=True), radius)
         left = unit.square().sum(axes, keepdim=True)
         # the rounding error of a constant neuron is not a direction
         possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)
@@ -176,7 +176,7 @@ def distance(
     mean = torch.zeros_like(tensor.amax(axes, keepdim=True))
     fan_in = _fan_in(tensor, axes)
     if fix_mean and fan_in != 2:
-        mean = _held(tensor.mean(axes, keepdim=True), radius)
+        mean = held(tensor.mean(axes, keepdim=True), radius)
     off_radius = torch.zeros_like(mean)
     if fix_norm:
         off_radius = norm(tensor - mean, axes) - bound(radius)
@@ -245,7 +245,7 @@ def rounding_error(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
 
 
-def _held(mean: Tensor, radius: Number) -> Tensor:
+def held(mean: Tensor, radius: Number) -> Tensor:
     """Return the means that are held to zero: not those of neurons that started at zero."""
     return torch.where(radius < 0, 0.0, mean) if isinstance(radius, Tensor) else mean
 

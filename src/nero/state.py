@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.balance import balance_tensor_, initial_radius, whole
+from nero.balance import balance_tensor_, initial_radius
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
+from nero.sharding import local_of, sharding_of
 
 
 @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
@@ -20,21 +21,21 @@ def initial_state(
 ) -> dict[str, Tensor]:
     """Balance a parameter that enters the optimiser, and return its state. ``grown`` masks neurons that stay short."""
     dtype = statistics_dtype(parameter.dtype)
-    # derived from the parameter, so that the state of a sharded one is sharded alike
-    one_per_neuron = role.view(parameter).sum(role.axes, keepdim=True, dtype=dtype) if role.axes else parameter
+    sharding = sharding_of(parameter, role)
+    average = torch.zeros(sharding.state_shape(parameter), dtype=dtype, device=parameter.device)
     state = {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "grad_norm": torch.zeros_like(one_per_neuron, dtype=dtype, memory_format=torch.contiguous_format),
+        "grad_norm": sharding.as_state(average),
         "skipped": torch.zeros((), dtype=torch.int64, device=parameter.device),
     }
     if role.kind == "neuron":
         radius: Number = 1.0
         if parameter.numel() and (radii := initial_radius(parameter, role, options["fix_norm"], grown)) is not None:
-            radius = state["radius"] = radii
+            radius = state["radius"] = sharding.as_state(radii)
         fix_norm = bool(options["fix_norm"])
         balance_tensor_(parameter, role, fix_mean=options["fix_mean"], fix_norm=fix_norm, radius=radius)
     else:
-        size = whole(parameter.to(dtype).abs().mean())
+        size = sharding.mean(parameter.to(dtype).abs())
         # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
         state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
     return state
@@ -45,20 +46,12 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
     known = state.get("radius")
     if fix_norm == "initial":
         # in place, since captured graphs hold the address; infinite where the norm was free when it entered
-        if known is None or (can_read(parameter) and bool(whole(known.isinf().any()))):
+        sharding = sharding_of(parameter, role)
+        if known is None or (can_read(parameter) and bool(sharding.total(local_of(known).isinf().sum()))):
             now = initial_radius(parameter, role, fix_norm)
             if known is not None and now is not None:
-                known.copy_(torch.where(known.isinf(), now, known))
+                local_of(known).copy_(torch.where(local_of(known).isinf(), now, local_of(known)))
             elif now is not None:
-                state["radius"] = now
+                state["radius"] = sharding.as_state(now)
     elif fix_norm and known is not None:
-        known.sign_()  # one, or at most one
-
-
-def state_shape(parameter: Tensor, role: Role) -> tuple[int, ...]:
-    """Return the shape of a parameter's statistics: one number per neuron, or per element."""
-    if role.kind != "neuron":
-        return tuple(parameter.shape)
-    groups = role.fan_in_groups
-    shape = list(parameter.shape) if groups == 1 else [groups, parameter.shape[0] // groups, *parameter.shape[1:]]
-    return tuple(1 if axis in role.axes else size for axis, size in enumerate(shape))
+        local_of(known).sign_()  # one, or at most one

@@ -1,5 +1,6 @@
 """Command line of the experiments: list the tasks, train them, and draw the paper's figures from the records."""
 
+import os
 import signal
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ try:
     import typer
     from rich.console import Console
     from rich.progress import Progress
-    from typer.core import TyperGroup
+    from typer.core import TyperCommand, TyperGroup
 
     from nero_lab.progress import Display, NullObserver, duration
     from nero_lab.report import report as write_report
@@ -48,6 +49,17 @@ class InterruptibleGroup(TyperGroup):
             raise SystemExit(130) from None
 
 
+class SweepCommand(TyperCommand):
+    """The subcommand ``sweep``, whose option ``--ray`` may stand without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give ``--ray`` an empty value if an option follows it, or nothing."""
+        for place, argument in enumerate(args):
+            if argument == "--ray" and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                args = [*args[: place + 1], "", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     cls=InterruptibleGroup,
     no_args_is_help=True,
@@ -68,6 +80,10 @@ Out = Annotated[Path, typer.Option(help="Folder for records, checkpoints and Ten
 Epochs = Annotated[int | None, typer.Option(help="Stop after this many epochs of the paper's schedule.")]
 #: Both spellings of the option.
 OPTIMISER_NAMES = ("--optimiser", "--optimizer")
+Shard = Annotated[
+    bool,
+    typer.Option("--shard", help="With torchrun: split the network over the processes (FSDP2), instead of replicas."),
+]
 PrecisionOption = Annotated[
     str, typer.Option("--precision", help="Precision of matrix products: float32, or tf32 on a GPU.")
 ]
@@ -130,6 +146,7 @@ def run(
     out: Out = OUT,
     precision: PrecisionOption = "float32",
     weights: Annotated[bool, typer.Option("--weights", help="Save the trained weights beside the record.")] = False,
+    shard: Shard = False,
 ) -> None:
     """Train once, or resume an unfinished run with the same settings."""
     optimiser = optimiser or next(iter(task_named(task).contenders))
@@ -137,11 +154,11 @@ def run(
         optimiser, lr = depth.form_of(task_named(task), optimiser), None
     chosen = task_named(task, optimiser)
     settings = chosen.settings(optimiser, None if lr is None else _rate(lr), seed, epochs, precision)
-    with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights) as run_all:
+    with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights, shard=shard) as run_all:
         run_all([settings], False)
 
 
-@app.command()
+@app.command(cls=SweepCommand)
 def sweep(
     task: TaskName,
     optimiser: Annotated[
@@ -157,7 +174,18 @@ def sweep(
     out: Out = OUT,
     precision: PrecisionOption = "float32",
     side_by_side: Annotated[
-        int | None, typer.Option(min=1, help="Runs at a time. Default: what suits an H200; one on a CPU.")
+        int | None,
+        typer.Option(
+            min=1, help="Runs at a time. Default: what suits an H200; one on a CPU. With --ray: runs per GPU, one."
+        ),
+    ] = None,
+    shard: Shard = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:PORT]",
+            help="Train on the Ray cluster with this head, one task per run. Default: this machine's.",
+        ),
     ] = None,
 ) -> None:
     """Follow the paper's protocol: the grid of learning rates on seed 0, then three seeds at the best."""
@@ -165,7 +193,14 @@ def sweep(
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
     known_precision = checked[0].precision
-    with _training_session(chosen, data, device, out, known_precision, side_by_side) as run_all:
+    if shard and ray is not None:
+        raise SettingError("--shard splits a run over the processes of torchrun, --ray gives it one: choose either")
+    session = (
+        _training_session(chosen, data, device, out, known_precision, side_by_side, shard=shard)
+        if ray is None
+        else _ray_session(chosen, data, device, out, known_precision, side_by_side, ray)
+    )
+    with session as run_all:
         best = search(chosen, contenders, seeds, known_precision, run_all, rates=None if grid else (), epochs=epochs)
     for name, rate in best.items():
         papers = chosen.contenders[name].best
@@ -217,14 +252,14 @@ def _training_session(
     side_by_side: int | None,
     *,
     weights: bool = False,
+    shard: bool = False,
 ) -> Iterator[RunAll]:
     """Check and load everything that could fail, and yield a function that trains runs."""
     device = _device(device_name)
-    if precision == "tf32" and device.type != "cuda":
-        raise SettingError(f"tf32 needs an NVIDIA GPU, got --device {device}: take --precision float32")
+    _check_precision(precision, device)
     at_a_time = side_by_side or (task.side_by_side if device.type == "cuda" else 1)
-    with distributed.process_group(device):
-        _check_processes(task, at_a_time)
+    with distributed.process_group(device, shard=shard):
+        _check_processes(task, at_a_time, shard)
         is_first = distributed.rank() == 0
         console.quiet = not is_first
         store = (Store if is_first else ReadOnlyStore)(out, weights=weights)
@@ -241,8 +276,50 @@ def _training_session(
             yield run_all
 
 
-def _check_processes(task: Task, at_a_time: int) -> None:
+@contextmanager
+def _ray_session(
+    task: Task,
+    data: Path | None,
+    device_name: str,
+    out: Path,
+    precision: Precision,
+    side_by_side: int | None,
+    address: str,
+) -> Iterator[RunAll]:
+    """Join a Ray cluster, check everything that could fail here, and yield a function that trains runs on the nodes."""
+    if distributed.is_launched():
+        raise SettingError("Ray starts the processes of --ray: start the command without torchrun")
+    try:
+        from nero_lab import ray_sweep
+    except ModuleNotFoundError as error:
+        raise SettingError(f"--ray needs {error.name}: install with pip install 'nero-optim[ray]'") from error
+    with ray_sweep.cluster(address):
+        device, gpus, at_a_time = ray_sweep.choose_device(device_name, side_by_side)
+        _check_precision(precision, device)
+        store = Store(out)
+        store.check(task, _bytes_needed(task, at_a_time))
+        folder = data or (Path(os.environ["NERO_DATA"]) if os.environ.get("NERO_DATA") else None)
+        name = _load(task.dataset, folder).name  # downloads what is missing, before many nodes do
+        console.print(f"the Ray cluster has room for {at_a_time} runs at a time")
+        with _exit_if_stopped(), Display(console, out, device) as observer:
+            sweep = ray_sweep.RaySweep(task, folder and folder.absolute(), device, gpus, store, observer, console.print)
+
+            def run_all(asked: list[Settings], more: bool) -> list[dict[str, Any]]:
+                stand_in = name if name != task.dataset else None
+                return sweep.train([replace(settings, data=stand_in) for settings in asked], more=more)
+
+            yield run_all
+
+
+def _check_precision(precision: Precision, device: torch.device) -> None:
+    if precision == "tf32" and device.type != "cuda":
+        raise SettingError(f"tf32 needs an NVIDIA GPU, got --device {device}: take --precision float32")
+
+
+def _check_processes(task: Task, at_a_time: int, shard: bool) -> None:
     if distributed.world_size() == 1:
+        if shard:
+            raise SettingError("--shard splits a network over several processes: start them with torchrun")
         return
     if not task.is_distributable:
         raise SettingError(f"{task.name} is trained by one process: start it without torchrun")

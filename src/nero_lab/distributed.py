@@ -1,19 +1,18 @@
 """Training of one network by several processes, one per GPU, as ``torchrun`` starts them.
 
 All functions also work in a single process, where the collectives do nothing.
-
-One all-reduce over the concatenated gradients replaces DistributedDataParallel. A CUDA graph captures that call like
-any other kernel, whereas DistributedDataParallel needs hooks and eleven warm-up steps. The price: the all-reduce does
-not overlap with the backward pass.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+_shards = False
 
 
 def world_size() -> int:
@@ -42,18 +41,32 @@ def local_gpu() -> torch.device:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Join the other processes that torchrun started, if any, and leave them at the end."""
+def process_group(device: torch.device, *, shard: bool = False) -> Iterator[None]:
+    """Join the other processes that torchrun started, if any, and leave them at the end.
+
+    Args:
+        device: the device of this process.
+        shard: split every network over the processes; otherwise each holds a replica.
+    """
+    global _shards
     if not is_launched():
         yield
         return
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    # gloo carries what the hosts agree on, without waiting for the GPUs
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    _shards = shard
     yield
     barrier()  # reached on success only: a failed process waits for nobody
     dist.destroy_process_group()
+    _shards = False
+
+
+def is_sharded() -> bool:
+    """Return whether networks are split over the processes. Then all processes must take part to read a state."""
+    return _shards
 
 
 def per_process() -> str:
@@ -81,25 +94,77 @@ def local_slice(start: int, stop: int) -> slice:
     return slice(start + rank(), stop, world_size())
 
 
-def average_gradients(gradients: Sequence[Tensor], totals: Tensor) -> Tensor:
-    """Replace gradients of the mean loss of each process's examples by the gradient of the mean over the whole batch.
-
-    Works in place, and gives all processes the same bits.
-
-    Args:
-        gradients: the gradients of this process's mean loss.
-        totals: numbers to sum over the processes; the last one is this process's number of examples.
+def join(model: nn.Module, device: torch.device) -> nn.Module:
+    """Have the processes train one model together. Make its optimiser afterwards, from the model's own parameters.
 
     Returns:
-        the sums of ``totals`` over all processes.
+        the module to call in training: its backward pass averages the gradients over the processes. It is the model
+        itself if that was sharded (FSDP2), along the first axis of every parameter, or if there is one process.
     """
-    weighted = torch._foreach_mul(list(gradients), totals[-1].float())
-    flat = torch.cat([*(gradient.flatten() for gradient in weighted), totals.float()])
-    dist.all_reduce(flat)
-    size = len(flat) - len(totals)
-    pieces = torch.split(flat[:size] / flat[-1], [gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(list(gradients), [new.view(old.shape) for new, old in zip(pieces, gradients, strict=True)])
-    return flat[size:].to(totals.dtype)
+    if world_size() == 1:
+        return model
+    if not is_sharded():
+        # all processes have built the same weights, and the loop checks that with a better message
+        return nn.parallel.DistributedDataParallel(model, init_sync=False)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for block in model.children():
+        if list(block.children()):  # gathered as one; single layers are gathered with the rest
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Hold all parameters of a sharded model, so that the processes may run it different numbers of times."""
+    if not is_sharded():
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for part in parts:
+        part.unshard()
+    for block in parts[1:]:  # torch keeps the parameters of the outermost module, which comes first
+        block.set_reshard_after_forward(False)
+    try:
+        yield
+    finally:
+        for block in parts[1:]:
+            block.set_reshard_after_forward(True)
+        for part in parts:
+            part.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor if it is sharded."""
+    # not isinstance: importing DTensor takes a second
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(value: Any, like: Any) -> Any:
+    """Cut the tensors of nested dicts as the tensors in the same places of ``like`` are sharded.
+
+    Communicates nothing: all processes must have the same values.
+    """
+    if isinstance(value, dict) and isinstance(like, dict):
+        return {key: shard_like(item, like.get(key)) for key, item in value.items()}
+    if isinstance(value, Tensor) and hasattr(like, "device_mesh") and value.shape == like.shape:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return value
+
+
+def agree(*values: int) -> list[int]:
+    """Return the greatest of each value over all processes. All must call this; only the hosts wait, not the GPUs."""
+    found = torch.tensor(values)
+    if world_size() > 1:
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def all_sum(totals: Tensor) -> Tensor:

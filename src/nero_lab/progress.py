@@ -23,7 +23,7 @@ from rich.progress import (
 from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import Self
 
-from nero_lab.loops.training import Training
+from nero_lab.loops.training import Snapshot, Training
 from nero_lab.protocol import Settings, Task, perplexity
 
 #: Time between two lines, if the output is a file or a pipe.
@@ -86,9 +86,10 @@ class Display:
             if left and find_spec(tool) is None:
                 self.console.print(f"no {result} without {tool}: install with pip install 'nero-optim[lab]'")
 
-    def begun(self, training: Training) -> None:
+    def begun(self, training: Training | Snapshot) -> None:
         task, settings = training.task, training.settings
         name = task.run_name(settings)
+        self._forget(settings)  # the run was begun before, by a worker that died
         self._open_writer(settings, self.out / "tensorboard" / task.name / name, purge=training.steps_done > 0)
         self._epochs_written[settings] = 0
         self._write_epochs(training)  # a resumed run may have ended before all its epochs were written
@@ -99,7 +100,7 @@ class Display:
         if training.steps_done:
             self.console.print(f"{name}: continues from epoch {training.epoch}, step {training.step}")
 
-    def stepped(self, training: Training) -> None:
+    def stepped(self, training: Training | Snapshot) -> None:
         now = time.monotonic()
         is_new_epoch = training.epochs_known > self._epochs_written[training.settings]
         if is_new_epoch:
@@ -118,10 +119,9 @@ class Display:
             parts = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
             self.console.print(f"{training.task.run_name(training.settings)}: {', '.join(parts)}")
 
-    def ended(self, training: Training) -> None:
+    def ended(self, training: Training | Snapshot) -> None:
         name = training.task.run_name(training.settings)
-        self.progress.remove_task(self._bars.pop(training.settings))
-        self._close_writer(training.settings)
+        self._forget(training.settings)
         self.console.print(
             f"{name}: {_last_metrics(training)} after {training.epoch} {'epoch' if training.epoch == 1 else 'epochs'}, "
             f"{duration(training.seconds)}; record in {self.out / training.task.name / name}.json"
@@ -130,7 +130,12 @@ class Display:
     def stopping(self) -> None:
         self.console.print("stopping after this step to save the runs; interrupt again to stop at once")
 
-    def _current_metrics(self, training: Training, is_new_epoch: bool) -> str:
+    def _forget(self, settings: Settings) -> None:
+        if settings in self._bars:
+            self.progress.remove_task(self._bars.pop(settings))
+        self._close_writer(settings)
+
+    def _current_metrics(self, training: Training | Snapshot, is_new_epoch: bool) -> str:
         # reading the epoch under way would make the host wait for a GPU
         if is_new_epoch or training.device.type != "cpu":
             return _last_metrics(training) if training.epochs_known else ""
@@ -147,7 +152,7 @@ class Display:
             self._logged_at = time.monotonic()
             self.console.print(f"{name}: {work}")
 
-    def _write_epochs(self, training: Training) -> None:
+    def _write_epochs(self, training: Training | Snapshot) -> None:
         """Write the numbers of new epochs to TensorBoard's file."""
         writer, written = self._writers.get(training.settings), self._epochs_written[training.settings]
         self._epochs_written[training.settings] = training.epochs_known
@@ -204,7 +209,7 @@ def format_metrics(task: Task, numbers: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if value is not None)
 
 
-def _last_metrics(training: Training) -> str:
+def _last_metrics(training: Training | Snapshot) -> str:
     return format_metrics(training.task, {name: values[-1] for name, values in training.curve.items()})
 
 

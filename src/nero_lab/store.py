@@ -146,12 +146,12 @@ class Store:
         identity = _identity(training.task, training.settings, training.device)
         state = {"run": identity, "commits": self._commits.get(training.settings, []), **training.state()}
         path = self.path(training.task, training.settings, ".checkpoint")
-        write_atomically(path, lambda file: torch.save(state, file))
+        self._write(path, lambda file: torch.save(state, file))
 
     def write_files(self, training: Training) -> None:
         """Write the files that a run has produced so far, such as pictures, beside its record."""
         for suffix, content in list(training.files.items()):
-            write_bytes(self.path(training.task, training.settings, suffix), content)
+            self._write_bytes(self.path(training.task, training.settings, suffix), content)
             del training.files[suffix]
 
     def make_record(self, training: Training) -> dict[str, Any]:
@@ -183,31 +183,39 @@ class Store:
         if self.weights:
             weights = copy_to_cpu(dict(training.network.state_dict()))
             path = self.path(training.task, training.settings, ".pt")
-            write_atomically(path, lambda file: torch.save(weights, file))
+            self._write(path, lambda file: torch.save(weights, file))
         line = json.dumps(record, allow_nan=False) + "\n"
-        write_bytes(self.path(training.task, training.settings, ".json"), line.encode())
-        checkpoint = self.path(training.task, training.settings, ".checkpoint")
+        self._write_bytes(self.path(training.task, training.settings, ".json"), line.encode())
+        self.discard(training.task, training.settings)
+        return record
+
+    def discard(self, task: Task, settings: Settings) -> None:
+        """Delete the checkpoint of a run."""
+        checkpoint = self.path(task, settings, ".checkpoint")
         for path in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*{atomic.PART_SUFFIX}")):
             path.unlink(missing_ok=True)
-        return record
+
+    def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+        write_atomically(path, write)
+
+    def _write_bytes(self, path: Path, content: bytes) -> None:
+        self._write(path, lambda file: file.write(content))
 
 
 class ReadOnlyStore(Store):
-    """A store that writes nothing, for all processes but the first that train one network together."""
+    """A store that writes nothing, for all processes but the first that train one network together.
+
+    It reads the states of runs like the first process's store, since all processes must gather a sharded state.
+    """
 
     def check(self, task: Task, bytes_needed: int) -> None:
         """Do nothing."""
 
-    def save(self, training: Training) -> None:
+    def discard(self, task: Task, settings: Settings) -> None:
         """Do nothing."""
 
-    def write_files(self, training: Training) -> None:
-        """Discard the files."""
-        training.files.clear()
-
-    def finish(self, training: Training) -> dict[str, Any]:
-        """Return the record, and leave the writing to the first process."""
-        return self.make_record(training)
+    def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
+        """Do nothing."""
 
 
 def misfit(checkpoint: Path, what: str) -> StoreError:

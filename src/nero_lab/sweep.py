@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from nero_lab import distributed
 from nero_lab.data import Dataset, Game
 from nero_lab.loops.supervised import Supervised
-from nero_lab.loops.training import StateError, Training
+from nero_lab.loops.training import Snapshot, StateError, Training
 from nero_lab.protocol import Precision, Settings, Task, best_rate
 from nero_lab.store import Store, misfit
 
@@ -29,13 +29,13 @@ class RunObserver(Protocol):
     def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
         """Handle the list of all runs, and the records of those that are already done."""
 
-    def begun(self, training: Training) -> None:
+    def begun(self, training: Training | Snapshot) -> None:
         """Handle a run that starts or resumes."""
 
-    def stepped(self, training: Training) -> None:
+    def stepped(self, training: Training | Snapshot) -> None:
         """Handle a step. ``training.epochs_known`` is the number of epochs whose numbers are available."""
 
-    def ended(self, training: Training) -> None:
+    def ended(self, training: Training | Snapshot) -> None:
         """Handle a run that is finished and recorded."""
 
     def stopping(self) -> None:
@@ -76,7 +76,7 @@ def train(
         store.checkpoint(task, settings, data.device, mmap=True)
     runner = _Runner(task, data, store, observer)
     due = time.monotonic() + CHECKPOINT_EVERY_S
-    with _deferred_interrupts(observer.stopping) as interrupted:
+    with deferred_interrupts(observer.stopping) as interrupted:
         while waiting or runner.active:
             try:
                 while waiting and len(runner.active) < side_by_side:
@@ -84,17 +84,18 @@ def train(
                 for training in runner.active.copy():  # a copy: finished runs leave the list
                     runner.advance(training)
                     del training  # a finished run must not be kept alive by this variable
-                    if interrupted() and (waiting or runner.active or more) and distributed.rank() == 0:
+                    # processes that train together stop and save at the same step
+                    stop, is_due = distributed.agree(interrupted(), time.monotonic() > due)
+                    if stop and (waiting or runner.active or more):
                         runner.save()
-                        raise KeyboardInterrupt(interrupted())
-            except Exception as error:
-                # the first process, interrupted too, has saved the run and left in the middle of a step
-                if interrupted() and distributed.rank() > 0:
-                    raise KeyboardInterrupt(interrupted()) from error
-                with suppress(Exception):
-                    runner.save()
+                        distributed.barrier()  # torchrun ends the others when the first of them has ended
+                        raise KeyboardInterrupt(stop)
+            except Exception:
+                if not distributed.is_sharded():  # the other processes would have to take part
+                    with suppress(Exception):
+                        runner.save()
                 raise
-            if time.monotonic() > due:
+            if is_due:
                 due = time.monotonic() + max(CHECKPOINT_EVERY_S, MIN_TRAIN_TO_SAVE_RATIO * runner.save())
     return [(done | runner.done)[settings] for settings in runs]
 
@@ -154,7 +155,7 @@ class _Runner:
 
 
 @contextmanager
-def _deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], int]]:
+def deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], int]]:
     """Defer SIGINT and SIGTERM. Yield a function that returns the number of the signal that came, or 0.
 
     The first signal calls ``on_first`` immediately, because a step may take minutes on a CPU. A second one raises.

@@ -24,12 +24,12 @@ LONG = 30_000 if INTERPRETED else 300_000
 
 
 def sweeps_of(optimiser: nero.Nero) -> list[Sweep]:
-    return optimiser._plan._triton._sweeps
+    return optimiser._plan._plan._triton._sweeps
 
 
 def rest_of(optimiser: nero.Nero) -> list[Tensor]:
     """Return the parameters that no sweep steps."""
-    return [member.parameter for group in optimiser._plan._triton.rest for member in group.members]
+    return [member.parameter for group in optimiser._plan._plan._triton.rest for member in group.members]
 
 
 def rows(neurons: int, fan_in: int) -> Case:

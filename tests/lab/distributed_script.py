@@ -1,9 +1,10 @@
 """Script of each of two processes that train together; `loops/test_distributed_training.py` starts them."""
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,34 +12,40 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lab.helpers import finish
 from lab.photo_cases import SMALL, TASK, decoded, shallow
+from torch import distributed as dist
 from torch import nn
 
 from nero_lab import cli, distributed
+from nero_lab.data import photos
 from nero_lab.loops.supervised import Supervised
+from nero_lab.loops.training import copy_to_cpu
 from nero_lab.protocol import SettingError
 from nero_lab.store import Store
 from nero_lab.tasks import TASKS
 
 #: Printed by the first process before the sweep.
 SWEEP_STARTS = "sweep starts"
+CPU = torch.device("cpu")
 
 
-def sweep_and_save_weights(arguments: Sequence[str], out: Path) -> None:
+def sweep_and_save_weights(arguments: Sequence[str], out: Path) -> object:
     """Run `nero sweep` on a network whose result does not depend on the number of processes; save its weights.
 
-    The network has no batch norm, whose statistics are of one process's share only.
+    The network has no batch norm, whose statistics are of one process's share only. Return the exit code.
     """
 
     def save(model: nn.Module, _: object) -> dict[str, float]:
-        torch.save(model.state_dict(), out / f"weights{distributed.rank()}")
+        torch.save(copy_to_cpu(dict(model.state_dict())), out / f"weights{distributed.rank()}")
         return {"processes": distributed.world_size()}
 
     TASKS["imagenet"] = replace(TASK, model=partial(shallow, norm=False), batch=7, verdict=save)
     sys.argv = ["nero", *arguments, "--out", str(out)]
-    with pytest.raises(SystemExit) as end:
+    # of 7 test images, the first of two processes has one more batch than the second
+    with patch.object(photos, "EVAL_BATCH", 3), pytest.raises(SystemExit) as end:
         cli.main()
-    assert not end.value.code, end.value.code
+    return end.value.code
 
 
 def start_in_different_states(folder: Path) -> None:
@@ -58,7 +65,7 @@ def start_in_different_states(folder: Path) -> None:
             Supervised(task, case_settings, data, state)
         messages.append(str(error.value))
     with (
-        patch.object(distributed, "process_group", lambda _: nullcontext()),
+        patch.object(distributed, "process_group", lambda *_, **__: nullcontext()),
         patch.object(Store, "record", lambda *_: {} if is_second else None),  # the second finds its run done
         pytest.raises(SettingError, match="do not have the same runs to make"),
         cli._training_session(task, folder / "made", "cpu", folder / "out", "float32", 1) as runs,
@@ -67,11 +74,55 @@ def start_in_different_states(folder: Path) -> None:
     (folder / f"messages{distributed.rank()}").write_text("\n".join(messages))
 
 
+def save_and_resume(folder: Path, contender: str) -> None:
+    """Start, or continue from the state that the replicas have saved. Finish, and again from a state on the way."""
+    data, task, ends = decoded(folder / "made"), replace(SMALL, model=shallow), []
+    settings, file = task.settings(contender, epochs=2), folder / f"state-{contender}"
+    saved = torch.load(file, weights_only=True) if distributed.is_sharded() else None
+    training = Supervised(task, settings, data, saved)
+    for _ in range(1 if saved else 4):  # past the end of the first epoch
+        training.advance()
+    state = training.state()
+    if distributed.rank() == 0 and not saved:
+        torch.save(state, file)
+    for each in (training, Supervised(task, settings, data, state)):
+        found = finish(each).state()
+        ends.append({"optimiser": found["optimiser"]["state"], **{name: found[name] for name in ("model", "curve")}})
+    torch.save(ends, folder / f"{'sharded' if saved else 'replicas'}-{contender}{distributed.rank()}")
+
+
+@contextmanager
+def new_group(port: str, **options: bool) -> Iterator[None]:
+    os.environ["MASTER_PORT"] = port
+    with distributed.process_group(CPU, **options):
+        yield
+
+
 if __name__ == "__main__":
-    root, second_port, *sweep = sys.argv[1:]
-    with distributed.process_group(torch.device("cpu")):
-        start_in_different_states(Path(root))
+    root, ports, *sweep = sys.argv[1:]
+    folder, port = Path(root), iter(ports.split(","))
+    with new_group(next(port)):
+        start_in_different_states(folder)
+        for contender in ("nero-tuned", "sgd-decay"):
+            save_and_resume(folder, contender)
+    with new_group(next(port), shard=True):
+        for contender in ("nero-tuned", "sgd-decay"):
+            save_and_resume(folder, contender)  # from the replicas' state
     if os.environ["RANK"] == "0":
         print(SWEEP_STARTS, flush=True)
-    os.environ["MASTER_PORT"] = second_port
-    sweep_and_save_weights(sweep, Path(root) / "two")
+    os.environ["MASTER_PORT"] = next(port)
+    assert not (code := sweep_and_save_weights(sweep, folder / "two")), code
+    os.environ["MASTER_PORT"] = next(port)
+    advance, is_asked = Supervised.advance, os.environ["RANK"] == "1"
+
+    def interrupt(training: Supervised) -> None:
+        if training.steps_done == 2 and is_asked:
+            signal.raise_signal(signal.SIGTERM)  # reaches one process, and stops both
+        advance(training)
+
+    with patch.object(Supervised, "advance", interrupt):
+        code = sweep_and_save_weights([*sweep, "--shard"], folder / "sharded")
+    assert code == 128 + signal.SIGTERM, code
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = next(port)
+    assert not (code := sweep_and_save_weights([*sweep, "--shard"], folder / "sharded")), code

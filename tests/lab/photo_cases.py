@@ -90,6 +90,7 @@ def damage(folder: Path, part: str) -> Path:
 
 
 def shallow(classes: int = 2, *, norm: bool = True) -> nn.Sequential:
-    """Build a convolution and a linear layer."""
+    """Build a convolution, and a block with a linear layer in it."""
     between = [nn.BatchNorm2d(8), nn.ReLU()] if norm else [nn.ReLU()]
-    return nn.Sequential(nn.Conv2d(3, 8, 5, 4), *between, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, classes))
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, classes))
+    return nn.Sequential(nn.Conv2d(3, 8, 5, 4), *between, head)

@@ -162,6 +162,7 @@ def test_nero_sweep_searches_grid_and_runs_seeds(command, tmp_path):
         (["run", "mnist-deep", "--precision", "int4"], "one of float32, tf32"),
         (["run", "mnist-deep", "--epochs", 99, "--device", "cpu"], "1 to 50 epochs"),
         (["sweep", "mnist-deep", "--optimiser", "adagrad"], "take one of nero"),
+        (["run", "imagenet", "--shard", "--device", "cpu"], "start them with torchrun"),
         (["report", "--records", "nowhere"], "there is no folder nowhere"),
     ],
 )

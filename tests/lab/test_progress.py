@@ -10,6 +10,7 @@ from lab.helpers import FAST, checkpoint_every_step, make_data, make_display
 
 from nero_lab import progress
 from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
+from nero_lab.loops.training import Snapshot
 from nero_lab.protocol import Seconds
 from nero_lab.store import Store
 from nero_lab.sweep import train
@@ -92,6 +93,27 @@ def test_interrupted_display_leaves_no_bar(tmp_path, monkeypatch):
     assert "1/9" in shown[0][-1]
     assert not any("sgd-lr" in line for line in visible(stream.getvalue()))
     assert stream.getvalue().rfind("\x1b[?25h") > stream.getvalue().rfind("\x1b[?25l")  # the cursor is visible
+
+
+@pytest.mark.usefixtures("verbose")
+def test_snapshots_show_what_the_run_shows(tmp_path):
+    """Snapshots arrive from other processes, and start again in another one after the first has died."""
+    training = Supervised(FAST, FAST.settings("sgd"), make_data())
+    (direct, one), (remote, other) = (make_display(False, tmp_path / name) for name in ("direct", "remote"))
+    with direct, remote:
+        remote.begun(Snapshot.of(training))
+        for display, run in ((direct, training), (remote, Snapshot.of(training))):
+            display.begun(run)
+            assert len(display.progress.tasks) == 1
+        while not training.is_finished:
+            training.advance()
+            direct.stepped(training)
+            remote.stepped(Snapshot.of(training))
+        direct.ended(training)
+        remote.ended(Snapshot.of(training))
+    shown, wanted = (re.sub(r"\d+ s|direct|remote", "", stream.getvalue()) for stream in (other, one))
+    assert shown == wanted
+    assert "test" in shown
 
 
 @pytest.mark.usefixtures("verbose")

@@ -22,10 +22,9 @@ from lab.helpers import (
     make_data,
 )
 
-from nero_lab import distributed
 from nero_lab.data import DataError
 from nero_lab.loops.supervised import Supervised
-from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records
+from nero_lab.store import Store, StoreError, read_records
 from nero_lab.sweep import search, train
 
 
@@ -303,20 +302,6 @@ def test_second_interrupt_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(FAST, [FAST.settings("nero")], make_data(), Store(tmp_path), observer)
     assert not list(tmp_path.rglob("*.checkpoint"))
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_other_process_signalled_reports_interrupt(asked, tmp_path, monkeypatch):
-    def fail(_):
-        if asked:
-            signal.raise_signal(signal.SIGTERM)
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(distributed, "rank", lambda: 1)
-    monkeypatch.setattr(Supervised, "advance", fail)
-    with pytest.raises(KeyboardInterrupt if asked else RuntimeError) as error:
-        train(FAST, [FAST.settings("nero")], make_data(), ReadOnlyStore(tmp_path), RecordingObserver())
-    assert error.value.args == ((signal.SIGTERM,) if asked else ("Connection closed by peer",))
 
 
 def test_train_outside_main_thread_works(tmp_path):

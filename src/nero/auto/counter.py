@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch.jit import ScriptModule
 
 from nero.groups import Part
 from nero.preserve import MeasurementHook
+from nero.sharding import agreed, is_sharded
 from nero.user_warnings import warn
 
 #: What to write if a model cannot count its depth when it first runs.
@@ -207,11 +208,12 @@ class _CountOnce(MeasurementHook):
         model = module if counter is None else self.model() or module
         wanted = counter.wanted(model) if counter is not None else ()
         if counter is not None and wanted:
+            parameters = list(module.parameters())  # FSDP2 may leave others in their place
             try:
                 found: float | str = count(module, inputs, named, wanted)
             except Exception as error:  # the model's own run, or the next step, reports it
                 found = f"{type(error).__name__}: {error}"
-            found = _agreed(module, found)
+            found = _agreed(module, parameters, found)
             counter.take(found, wanted)
             if isinstance(found, str):  # the next run may succeed
                 self._remove(*(inner for inner in module.modules() if inner is not module))
@@ -258,21 +260,30 @@ def _is_one_of_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _agreed(model: nn.Module, found: float | str) -> float | str:
-    """Return the greatest depth that any process of DistributedDataParallel has counted.
+def _agreed(model: nn.Module, parameters: Sequence[Tensor], found: float | str) -> float | str:
+    """Return the greatest depth that any process has counted that shares the model.
 
     Processes count on different batches, and with different depths their copies of the weights would drift apart. So
-    outside of DistributedDataParallel, one of several processes does not count at all.
+    where the model is neither sharded nor in DistributedDataParallel, one of several processes does not count at all.
     """
     if not _is_one_of_several():
         return found
+    mine = torch.tensor(math.inf if isinstance(found, str) else found, dtype=torch.float64)
+    if any(map(is_sharded, parameters)):
+        return _answer(found, agreed(mine, parameters))
     wrapper = nn.parallel.DistributedDataParallel
     together = model if isinstance(model, wrapper) else wrapper._active_ddp_module
     if together is None:
-        return "this is one of several processes, which agree on a depth where DistributedDataParallel runs the model"
-    mine = math.inf if isinstance(found, str) else found
-    depth = torch.tensor(mine, dtype=torch.float64, device=next(model.parameters()).device)
+        return (
+            "this is one of several processes, which agree on a depth where DistributedDataParallel or fully_shard has "
+            "the model"
+        )
+    depth = mine.to(parameters[0].device)
     torch.distributed.all_reduce(depth, torch.distributed.ReduceOp.MAX, together.process_group)
+    return _answer(found, depth)
+
+
+def _answer(found: float | str, depth: Tensor) -> float | str:
     if isinstance(found, str):
         return found
     return depth.item() if depth.isfinite() else "another process could not count it"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nero.preserve import copy_inputs, preserved
 from nero.roles import roles_of
+from nero.sharding import whole
 
 #: The relative change that lr="auto" allows to the whole network, and its longest step in multiples of the angle
 #: (docs/guide/auto.md).
@@ -107,7 +108,7 @@ def _found(depth: float) -> float:
     return depth
 
 
-def _trained_neurons(model: nn.Module, trained: Container[int] | None) -> set[int]:
+def _trained_neurons(model: nn.Module, trained: Container[int] | None) -> set[str]:
     roles = roles_of(model)
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         raise ValueError(
@@ -115,14 +116,14 @@ def _trained_neurons(model: nn.Module, trained: Container[int] | None) -> set[in
             f"initialise it first, or {_REMEDY}"
         )
     return {
-        id(parameter)
+        name
         for name, parameter in model.named_parameters()
         if roles[name].kind == "neuron" and parameter.requires_grad and (trained is None or id(parameter) in trained)
     }
 
 
 def _traced_depth(
-    model: nn.Module, inputs: Any, named: Any, neurons: Container[int], buffers_are_inputs: bool
+    model: nn.Module, inputs: Any, named: Any, neurons: Container[str], buffers_are_inputs: bool
 ) -> float:
     from torch.utils._pytree import tree_leaves  # slow to import, and not needed to train at a given lr
 
@@ -150,6 +151,7 @@ class _Sources:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, _Source]] = {}
+        self._record_parameters: Callable[[], None] = lambda: None
         self.deepest = 0.0
         self.error: ValueError | None = None  # why tracing ended
 
@@ -158,22 +160,37 @@ class _Sources:
         if self.error is not None:
             raise self.error
 
-    def record_weights(self, model: nn.Module, neurons: Container[int], buffers: _Source) -> None:
+    def record_weights(self, model: nn.Module, neurons: Container[str], buffers: _Source) -> None:
         """Record the parameters of a model, and its buffers as this source."""
         for buffer in model.buffers():
             self.record(buffer, buffers)
-        for parameter in model.parameters():
-            self.record(parameter, _Weights(id(parameter) in neurons))
+        self._record_parameters = lambda: self._record_named(model, neurons)
+        self._record_parameters()
+
+    def _record_named(self, model: nn.Module, neurons: Container[str]) -> None:
+        for name, parameter in model.named_parameters():
+            self.record(parameter, _Weights(name in neurons))
 
     def record(self, tensor: Tensor, source: _Source) -> None:
         # weak reference: keeps nothing alive and detects a reused id()
         self._known[id(tensor)] = weakref.ref(tensor), source
+        for inner in _inside(tensor):
+            self._known[id(inner)] = weakref.ref(inner), source
         self.deepest = max(self.deepest, source.depth if isinstance(source, _Signal) else 0.0)
+
+    def _find(self, *tensors: Tensor) -> _Source | None:
+        for tensor in tensors:
+            reference, source = self._known.get(id(tensor), (None, None))
+            if reference is not None and reference() is tensor:
+                return source
+        return None
 
     def look_up(self, tensor: Tensor) -> _Source:
         """Return the source of a tensor; raise if it depends on trained weights in a way that was not traced."""
-        reference, source = self._known.get(id(tensor), (None, None))
-        if source is None or reference is None or reference() is not tensor:
+        if tensor.is_leaf and tensor.requires_grad and not isinstance(self._find(tensor), _Weights):
+            self._record_parameters()  # FSDP2 replaces parameters while a layer runs
+        source = self._find(tensor, *_inside(tensor))
+        if source is None:
             source = _CONSTANT
         elif tensor.is_leaf:  # the model may have called requires_grad_() on it meanwhile
             return source._replace(trained=True) if tensor.requires_grad and isinstance(source, _Signal) else source
@@ -183,6 +200,15 @@ class _Sources:
                 f"sharded model, a custom kernel), so the depth is unknown: {_REMEDY}"
             )
         return source
+
+
+def _inside(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor inside a DTensor, or inside one that waits for a collective: operations unwrap it untraced."""
+    found = []
+    while (inner := getattr(tensor, "_local_tensor", getattr(tensor, "elem", None))) is not None:
+        found.append(inner)
+        tensor = inner
+    return found
 
 
 def _tracer(sources: _Sources, skips_backward: bool = False) -> Any:
@@ -250,7 +276,8 @@ def _depth_of_sum(name: str, branches: list[Tensor], depths: list[float], option
 
 def _mean_squares(tensors: list[Tensor]) -> list[float]:
     """Return the mean squares in units of the largest element of all, which keeps them in range."""
-    found = [tensor.detach().abs() if tensor.is_complex() else tensor.detach() for tensor in tensors]
+    found = [whole(tensor.detach()) for tensor in tensors]
+    found = [tensor.abs() if tensor.is_complex() else tensor for tensor in found]
     found = [tensor if tensor.dtype == torch.float64 else tensor.float() for tensor in found]
     peak = max((tensor.abs().max().item() for tensor in found if tensor.numel()), default=0.0)
     unit = peak if 0 < peak < math.inf else 1.0

@@ -6,11 +6,11 @@ This is the only door: a :class:`Plan` steps groups of parameters, :func:`projec
 from torch import Tensor
 
 from nero.backends.available import backends_for, check_backend
-from nero.backends.job import Group, Member
+from nero.backends.job import Cut, Group, Member
 from nero.backends.plan import Plan, step_eagerly
 from nero.backends.triton import project
 
-__all__ = ["Group", "Member", "Plan", "backends_for", "check_backend", "project_", "step_eagerly"]
+__all__ = ["Cut", "Group", "Member", "Plan", "backends_for", "check_backend", "project_", "step_eagerly"]
 
 
 def project_(

@@ -23,15 +23,13 @@ def finish(job: Job, settings: Settings) -> None:
         _finish_sparse(job, settings)
         return
     update = apply_rule(job, settings)
-    job.parameter.copy_(rounded(update.parameter, job.parameter.dtype, settings.rounding))
+    job.parameter.copy_(rounded(update.parameter, job.parameter.dtype, settings.rounding, settings.generator))
     job.state["grad_norm"].copy_(update.grad_norm)
     _count(job, update.skipped)
 
 
 def _count(job: Job, skipped: Tensor) -> None:
-    count = skipped.sum()
-    # the sum over a sharded tensor is a partial DTensor; the count is a plain tensor
-    job.state["skipped"].add_(count.full_tensor() if hasattr(count, "full_tensor") else count)
+    job.state["skipped"].add_(skipped.sum())
 
 
 def _finish_sparse(job: Job, settings: Settings) -> None:
@@ -44,6 +42,8 @@ def _finish_sparse(job: Job, settings: Settings) -> None:
     by_row: dict[str, Tensor] = {name: job.state[name][rows] for name in ("grad_norm", "radius") if name in job.state}
     touched = job._replace(parameter=job.parameter[rows], grad=grad.values(), state={**job.state, **by_row})
     update = apply_rule(touched, settings)
-    job.parameter.index_copy_(0, rows, rounded(update.parameter, job.parameter.dtype, settings.rounding))
+    job.parameter.index_copy_(
+        0, rows, rounded(update.parameter, job.parameter.dtype, settings.rounding, settings.generator)
+    )
     job.state["grad_norm"].mul_(math.sqrt(settings.beta)).index_copy_(0, rows, update.grad_norm)
     _count(job, update.skipped)

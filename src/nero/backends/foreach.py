@@ -30,7 +30,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     for job in jobs:
         wrapped: bool = is_traceable_wrapper_subclass(job.parameter)
         if job.grad.layout is not torch.strided or wrapped:
-            eager.finish(job, settings)  # sparse, or a subclass such as DTensor
+            eager.finish(job, settings)  # sparse, or a subclass
         else:
             (neurons if job.axes else gains).append(job)
     _nudge(gains, settings)
@@ -67,7 +67,11 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
         )
         averages, parameters = [state["grad_norm"] for state in states], [job.parameter for job in batch]
         torch._foreach_copy_(
-            parameters, shaped(rounded(update.parameter, own, settings.rounding).split_with_sizes(sizes), parameters)
+            parameters,
+            shaped(
+                rounded(update.parameter, own, settings.rounding, settings.generator).split_with_sizes(sizes),
+                parameters,
+            ),
         )
         torch._foreach_copy_(averages, shaped(update.grad_norm.split_with_sizes(sizes), averages))
         if device.type != "cpu" or bool(update.skipped.any()):  # elsewhere reading the mask would wait
@@ -107,7 +111,9 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     axes = tuple(axis + 1 for axis in jobs[0].axes)
     job = Job(torch.stack(weights), torch.stack([job.grad for job in jobs]), stacked, axes, 0.0)
     update = apply_rule(job, settings)
-    torch._foreach_copy_(weights, list(rounded(update.parameter, weights[0].dtype, settings.rounding).unbind()))
+    torch._foreach_copy_(
+        weights, list(rounded(update.parameter, weights[0].dtype, settings.rounding, settings.generator).unbind())
+    )
     torch._foreach_copy_([state["grad_norm"] for state in states], list(update.grad_norm.unbind()))
     skipped = update.skipped.flatten(1).sum(1)
     torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))

@@ -1,8 +1,8 @@
 """The interface of a backend: groups of parameters, and one job per parameter and step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,20 +17,55 @@ from nero.scalars import as_float
 STATE_DTYPES = {"grad_norm": None, "scale": None, "radius": None, "step": torch.float32, "skipped": torch.int64}
 
 
+class Cut(NamedTuple):
+    """How the neurons of a parameter are cut, if their elements are on different processes.
+
+    Args:
+        fan_in: the number of elements of a whole neuron.
+        reduce: sums a tensor over the processes that hold elements of the same neurons; equal if they are the same.
+        owners: the fan-in group of each row, if the rows of fan-in groups are on different processes.
+    """
+
+    fan_in: int
+    reduce: Callable[[Tensor], Tensor]
+    owners: Tensor | None = None
+
+
+class HasGrad(Protocol):
+    """A holder of a gradient."""
+
+    grad: Tensor | None
+
+
 class Member(NamedTuple):
-    """A parameter of a group, with its state."""
+    """A parameter of a group, or the local part of a sharded one, with its state.
+
+    ``holder`` has the gradient of a part; ``None`` stands for the parameter itself.
+    """
 
     name: str
     parameter: Tensor
     role: Role
     state: dict[str, Tensor]
+    cut: Cut | None = None
+    holder: HasGrad | None = None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient to step with; ``None`` if there is none, or if the parameter is frozen."""
+        holder = self.parameter if self.holder is None else self.holder
+        return holder.grad if self.parameter.requires_grad else None
 
 
 class Group(NamedTuple):
-    """A parameter group: its options, which may change between steps, and its members."""
+    """Parameters with the same options, which may change between steps.
+
+    ``generator`` draws their noise in stochastic rounding, if all are on its device; ``None`` for torch's own.
+    """
 
     options: Mapping[str, Any]
     members: Sequence[Member]
+    generator: torch.Generator | None = None
 
 
 class Job(NamedTuple):
@@ -45,7 +80,7 @@ class Job(NamedTuple):
     - check the state by :func:`has_expected_state` and ``parameter.is_neg()``, if it works on addresses;
     - never write to the gradient, which may have another dtype and other strides, be sparse or be a negated view;
     - bump the parameter's version counter, if torch does not see the write;
-    - leave sparse gradients and tensor subclasses, such as DTensor, to :mod:`nero.backends.foreach`.
+    - leave sparse gradients and tensor subclasses to :mod:`nero.backends.foreach`.
 
     ``pull`` is the group's ``gain_penalty``, signed, or 0 for a parameter that is not a gain.
     """
@@ -68,9 +103,10 @@ class Settings:
     scale: float | None
     rounding: Rounding
     longest: float
+    generator: torch.Generator | None = None  # of the noise in stochastic rounding
 
 
-def settings_of(options: Mapping[str, Any]) -> Settings:
+def settings_of(options: Mapping[str, Any], generator: torch.Generator | None = None) -> Settings:
     """Read the settings of a group from its options."""
     lr, divisor = rate_and_divisor(options)
     lr = lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
@@ -82,6 +118,7 @@ def settings_of(options: Mapping[str, Any]) -> Settings:
         scale=options["scale"],
         rounding=options["rounding"],
         longest=as_float(options["longest_step"]),
+        generator=generator,
     )
 
 
@@ -92,11 +129,12 @@ def rate_and_divisor(options: Mapping[str, Any]) -> tuple[Number, float]:
 
 def jobs_of(group: Group) -> list[Job]:
     """Make a job for every member that has a gradient."""
-    return [
-        job_of(member, member.parameter.grad, group.options)
-        for member in group.members
-        if member.parameter.grad is not None and member.parameter.requires_grad and member.parameter.numel()
-    ]
+    jobs = []
+    for member in group.members:
+        grad = member.grad
+        if grad is not None and member.parameter.numel():
+            jobs.append(job_of(member, grad, group.options))
+    return jobs
 
 
 def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
@@ -105,10 +143,11 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     dtype = statistics_dtype(member.parameter.dtype)
     if state["grad_norm"].dtype != dtype:  # the parameter was cast since its last step
         state.update({key: state[key].to(dtype) for key in ("grad_norm", "scale", "radius") if key in state})
-    if role.fan_in_groups > 1:
+    if role.fan_in_groups > 1 and member.cut is None:
         grad = role.view(grad.to_dense() if grad.is_sparse else grad)
     pull = -options["gain_penalty"] if options["maximize"] else options["gain_penalty"]
-    return Job(role.view(member.parameter), grad, state, role.axes, pull if role.kind == "gain" else 0.0)
+    parameter = role.view(member.parameter) if member.cut is None else member.parameter
+    return Job(parameter, grad, state, role.axes, pull if role.kind == "gain" else 0.0)
 
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:

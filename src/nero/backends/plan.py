@@ -5,15 +5,20 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nero.backends import eager, foreach
+from nero.backends import cut, eager, foreach
 from nero.backends.available import numba_works
-from nero.backends.job import Group, Job, Settings, jobs_of, settings_of
+from nero.backends.job import Group, Job, Settings, job_of, jobs_of, settings_of
 from nero.backends.triton.planner import Planner
 
 #: From this many elements on, numba's loops are worth the time to compile or load them.
 MIN_NUMBA_ELEMENTS = 1 << 20
+
+#: Seeds of the noise of consecutive steps are this far apart.
+SEED_STRIDE = 0x9E3779B97F4A7C15
+MAX_SEED = 1 << 63
 
 _PARAMS = itemgetter("params")
 
@@ -25,8 +30,14 @@ def _step_numba(jobs: Sequence[Job], settings: Settings) -> None:
 
 
 def _step_auto(jobs: Sequence[Job], settings: Settings) -> None:
-    elements = sum(job.parameter.numel() for job in jobs if job.parameter.is_cpu)
-    BACKENDS["numba" if elements >= MIN_NUMBA_ELEMENTS and numba_works() else "foreach"](jobs, settings)
+    is_numba = _uses_numba("auto", [job.parameter for job in jobs])
+    BACKENDS["numba" if is_numba else "foreach"](jobs, settings)
+
+
+def _uses_numba(backend: str, parameters: Sequence[Tensor]) -> bool:
+    if backend != "auto":
+        return backend == "numba"
+    return sum(each.numel() for each in parameters if each.is_cpu) >= MIN_NUMBA_ELEMENTS and numba_works()
 
 
 #: The backends that take jobs one group at a time. Triton steps all groups at once: see Plan.
@@ -51,7 +62,7 @@ class Plan:
     Args:
         param_groups: the optimiser's groups.
         state: the optimiser's state.
-        groups: the same groups with only the parameters that have state.
+        groups: the same groups with only the parameters that have state. Several may share the options of one.
         before: the plan that this one replaces.
     """
 
@@ -66,18 +77,23 @@ class Plan:
         self._parameters: list[Tensor] = list(chain.from_iterable(map(_PARAMS, param_groups)))
         self._states = list(state.values())
         self._entered = [member.state for group in groups for member in group.members]
-        entered = {id(member.parameter) for group in groups for member in group.members}
-        self._idle = [parameter for parameter in self._parameters if id(parameter) not in entered]
-        self._groups = groups
+        self._idle = [parameter for parameter in self._parameters if not state.get(parameter)]
+        self._param_groups = list(param_groups)
+        self._groups = [_part(group, is_cut=False) for group in groups]
+        self._cut_groups = [part for group in groups if (part := _part(group, is_cut=True)).members]
         self._is_retired = False
-        self._triton: Planner = Planner(groups, None if before is None else before._triton)
+        self._triton: Planner = Planner(self._groups, None if before is None else before._triton)
+        generators = {id(group.generator): group.generator for group in groups if group.generator is not None}
+        self._noise = [(generator, generator.initial_seed()) for generator in generators.values()]
+        # read once: the noise of a step depends on its number alone, so a resumed run draws the same
+        self._steps = int(max(state["step"] for state in self._entered)) if self._noise and self._entered else 0
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
         """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
         return (
             not self._is_retired
-            and len(param_groups) == len(self._groups)
-            and all(group is known.options for group, known in zip(param_groups, self._groups, strict=True))
+            and len(param_groups) == len(self._param_groups)
+            and all(map(is_, param_groups, self._param_groups))
             and list(map(len, map(_PARAMS, param_groups))) == self._counts
             and len(state) == len(self._states)
             and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))
@@ -95,7 +111,33 @@ class Plan:
         sweeps = self._triton.ready()
         # build every job first, so that an error leaves all parameters unchanged
         jobs = [jobs_of(group) for group in self._triton.rest]
+        works = [work for group in self._cut_groups for work in _works(group)]
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        for generator, seed in () if is_captured else self._noise:
+            generator.manual_seed((seed + self._steps * SEED_STRIDE) % MAX_SEED)
+        self._steps += 1
         self._triton.launch(sweeps)
         for group, own in zip(self._groups, jobs, strict=True):
             if own:
-                BACKENDS[group.options["backend"]](own, settings_of(group.options))
+                settings = settings_of(group.options, None if is_captured else group.generator)
+                BACKENDS[group.options["backend"]](own, settings)
+        cut.step(works)
+
+
+def _part(group: Group, *, is_cut: bool) -> Group:
+    return group._replace(members=[member for member in group.members if (member.cut is not None) == is_cut])
+
+
+def _works(group: Group) -> list[cut.Work]:
+    """Make the work of a group whose neurons are cut, on all processes alike: an empty part has its share of sums."""
+    settings = settings_of(group.options, group.generator)
+    loops: Any = None
+    if _uses_numba(group.options["backend"], [member.parameter for member in group.members]):
+        from nero.backends.numba import rows
+
+        loops = rows
+    return [
+        cut.Work(job_of(member, grad, group.options), settings, member.cut, loops)
+        for member in group.members
+        if member.cut is not None and (grad := member.grad) is not None
+    ]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from nero.groups import Part
 from nero.options import FixNorm
-from nero.roles import Role
 from nero.rule import bias_correction, rounding_error, statistics_dtype
+from nero.sharding import local_of, sharding_of
 
 #: The quantiles of a spread over the neurons of a layer.
 QUANTILES = (0.1, 0.5, 0.9)
@@ -75,10 +75,8 @@ class Measurement(NamedTuple):
 
 def take_sample(name: str, part: Part, state: dict[str, Tensor], neurons: int | None) -> Sample | None:
     """Return at most ``neurons`` evenly spaced neurons of a parameter; ``None`` if this process holds none."""
-    parameter = _local(part.parameter, part.role)
-    if not parameter.numel():
-        return None
-    return Sample(name, part, state, _rows(part.role.view(parameter), part.role.axes, neurons))
+    found = sharding_of(part.parameter, part.role).neurons(part.parameter)
+    return Sample(name, part, state, _rows(found, part.role.axes, neurons)) if found.numel() else None
 
 
 def make_batches(samples: list[Sample]) -> list[list[Sample]]:
@@ -118,17 +116,6 @@ def measure(batch: list[Sample], start: Snapshot, last: Snapshot, neurons: int |
     return Measurement(torch.cat([spreads, torch.stack([silent, near, off], 1)], 1), begun, now)
 
 
-def _local(tensor: Tensor, role: Role) -> Tensor:
-    """Return the local neurons of a tensor that is sharded between neurons, else the whole tensor."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    sharded_axes = {place.dim for place in tensor.placements if place.is_shard()}  # type: ignore[attr-defined]
-    needs_all = sharded_axes & set(role.fan_in_axes or ()) or role.fan_in_groups > 1
-    needs_all = needs_all or any(place.is_partial() for place in tensor.placements)  # type: ignore[attr-defined]
-    local: Tensor = tensor.full_tensor() if needs_all else tensor.to_local()  # type: ignore[attr-defined]
-    return local
-
-
 def _rows(tensor: Tensor, axes: tuple[int, ...], limit: int | None) -> Tensor:
     """Return neurons as rows: every n-th, with the smallest n that gives at most ``limit``."""
     others = [axis for axis in range(tensor.dim()) if axis not in axes]
@@ -164,12 +151,12 @@ def _spreads(values: Tensor) -> Tensor:
 
 def _state_by_neuron(batch: list[Sample], key: str, neurons: int | None) -> Tensor:
     roles = [sample.part.role for sample in batch]
-    states = [_local(sample.state[key], role) for sample, role in zip(batch, roles, strict=True)]
+    states = [local_of(sample.state[key]) for sample in batch]
     return torch.stack([_rows(state, role.axes, neurons) for state, role in zip(states, roles, strict=True)])
 
 
 def _state_by_layer(batch: list[Sample], key: str) -> Tensor:
-    return torch.stack([_local(sample.state[key], sample.part.role) for sample in batch]).reshape(-1, 1, 1)
+    return torch.stack([sample.state[key] for sample in batch]).reshape(-1, 1, 1)
 
 
 def _gradients(batch: list[Sample], neurons: int | None) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from nero.optimiser import Nero
 from nero.rule import statistics_dtype
 from nero.scalars import as_int
 from nero.watching.measure import Sample, Snapshot, make_batches, measure, take_sample
+from nero.watching.pool import pooled
 from nero.watching.reading import BatchResult, Layer, LayerHead, Reading, Spread, Writer
 
 
@@ -121,13 +122,10 @@ class Watch:
     @torch.no_grad()
     def _measure(self) -> list[BatchResult]:
         """Measure all layers, and update the snapshots."""
-        samples = [
-            sample
-            for part in self.optimiser.parts()
-            if (state := self.optimiser.state.get(part.parameter))
-            and (sample := take_sample(part.name, part, state, self.neurons)) is not None
-        ]
-        places = {sample.name: place for place, sample in enumerate(samples)}
+        parts = [part for part in self.optimiser.parts() if self.optimiser.state.get(part.parameter)]
+        found = [take_sample(part.name, part, self.optimiser.state[part.parameter], self.neurons) for part in parts]
+        samples = [sample for sample in found if sample is not None]
+        places = {part.name: place for place, part in enumerate(parts)}
         results, starts, lasts = [], {}, {}
         for batch in make_batches(samples):
             measured = measure(batch, self._start, self._last, self.neurons)
@@ -140,11 +138,14 @@ class Watch:
             results.append(BatchResult(heads, _stacked(batch, "step"), _stacked(batch, "skipped"), measured.table))
         self._start.update(starts)
         self._last.update(lasts)
-        return results
+        return pooled(results, parts, self.optimiser.state)
 
 
 def watch(optimiser: torch.optim.Optimizer, neurons: int | None = 32) -> Watch:
     """Watch a training run: how far the neurons of each layer turn, and how healthy they are.
+
+    Of a sharded parameter, each process follows neurons of its own part. All processes must read, and get the same
+    numbers: the means of theirs, weighted by the number of neurons they follow.
 
     The watch does nothing while the network trains, and measures when it is read. It keeps two copies of the
     neurons that it follows, from the start and from the last reading: ``8 * neurons * fan_in`` bytes per layer

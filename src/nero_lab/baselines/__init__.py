@@ -167,7 +167,9 @@ def _sgd(
 ) -> torch.optim.Optimizer:
     check_beta("momentum", momentum)
     check_number("weight_decay", weight_decay, "finite and not negative, like 1e-4", lambda x: 0 <= x < math.inf)
-    optimiser = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
+    parameters = list(model.parameters())
+    fused = not any(hasattr(parameter, "device_mesh") for parameter in parameters)  # torch has no such step of shards
+    optimiser = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
     if clip is not None:
         check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
 

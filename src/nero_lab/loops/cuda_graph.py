@@ -1,6 +1,6 @@
 """Steps that are captured as CUDA graphs and replayed."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ class CapturedStep:
         stream: stream to capture on; None, as on a CPU: call the function directly.
         generator: random generator that the function draws from, if any.
         pool: memory pool, if shared with graphs that never run at the same time.
-        mode: ``capture_error_mode`` of ``torch.cuda.graph``.
 
     Attributes:
-        graphs: each graph and its input tensors, by the kind of call and the input shapes.
+        graphs: each graph and its input tensors, by the input shapes.
     """
 
     def __init__(
@@ -33,19 +32,17 @@ class CapturedStep:
         *,
         generator: torch.Generator | None = None,
         pool: Any = None,
-        mode: str = "global",
     ) -> None:
         self.function, self.changing, self.stream, self.generator = function, changing, stream, generator
-        self.graphs: dict[tuple[Hashable, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if pool is None and stream is not None else pool
-        self._mode = mode
 
-    def __call__(self, *inputs: Tensor, kind: Hashable = None) -> None:
-        """Call the function, or replay it; calls of different kinds have graphs of their own."""
+    def __call__(self, *inputs: Tensor) -> None:
+        """Call the function, or replay it."""
         if self.stream is None:
             self.function(*inputs)
             return
-        key = (kind, *(value.shape for value in inputs))
+        key = tuple(value.shape for value in inputs)
         if key not in self.graphs:
             held = tuple(value.clone() for value in inputs)
             self.graphs[key] = self._capture(held), held
@@ -66,6 +63,6 @@ class CapturedStep:
         if self.generator is not None and random is not None:
             self.generator.set_state(random)
             graph.register_generator_state(self.generator)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode=self._mode):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             self.function(*held)
         return graph

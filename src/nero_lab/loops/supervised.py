@@ -1,7 +1,7 @@
 """The loop of all supervised tasks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,14 @@ class Supervised(Training):
     and the epoch, so a checkpoint is small. On a GPU, a step is a CUDA graph on a stream of the run's own; runs that
     take turns at :meth:`advance` share the GPU.
 
-    Several processes (:mod:`nero_lab.distributed`) make every step together, each on its share of the batch. They
-    average their gradients and so keep equal weights. Batch norm sees one share only; its running averages are those of
-    the first process. The processes verify that they start from the same state.
+    Several processes (:mod:`nero_lab.distributed`) make every step together, each on its share of the batch, as
+    replicas (DistributedDataParallel) or with the network split over them (FSDP2). Batch norm sees one share only; its
+    running averages are those of the first process. The processes verify that they start from the same state.
+
+    The steps of several processes are not captured. torch can capture DistributedDataParallel, after eleven warm-up
+    steps per shape and without NCCL's watch for dead processes. Then one that dies leaves the others waiting, and
+    shares of different sizes would need captures that all processes make at the same step. FSDP2 cannot be captured.
+    A step of ResNet-50 keeps a GPU busy anyway, and its reductions now run during the backward pass.
 
     Args:
         task: the experiment.
@@ -45,10 +50,13 @@ class Supervised(Training):
         self._batches: Sequence[tuple[Tensor, ...]] = ()
         self._read_delay = min(READ_DELAY_STEPS.get(self.device.type, 0), self.steps_per_epoch - 1)
         self._pending: Tensor | None = None
+        if state is not None and (before := state.get("processes", 1)) != distributed.world_size():
+            raise SettingError(
+                f"{task.run_name(settings)} was started by {before} processes, "
+                f"got {distributed.world_size()}: start {before} again, or delete its checkpoint to start anew"
+            )
         self._start(state)
-        if distributed.world_size() > 1 and not distributed.all_equal(
-            (settings, self.epoch, self.step, self._weights_digest())
-        ):
+        if distributed.world_size() > 1 and not distributed.all_equal((settings, self.epoch, self.step, self._digest)):
             raise SettingError(
                 f"the processes differ in state; this one is at epoch {self.epoch}, step {self.step} of "
                 f"{task.run_name(settings)}: start all by the same command, with the same --out and --data"
@@ -101,13 +109,9 @@ class Supervised(Training):
             }
 
     def restore(self, state: dict[str, Any]) -> None:
-        if (before := state.get("processes", 1)) != distributed.world_size():
-            raise SettingError(
-                f"{self.task.run_name(self.settings)} was started by {before} processes, "
-                f"got {distributed.world_size()}: start {before} again, or delete its checkpoint to start anew"
-            )
         super().restore(state)
         load_network(self.model, state["model"])
+        self._digest = _digest(state["model"][name] for name, _ in self.model.named_parameters())
         load_optimiser(self.optimiser, state["optimiser"], self.lr)
         if self.step:
             self._begin_epoch()
@@ -120,8 +124,12 @@ class Supervised(Training):
             torch.manual_seed(self.settings.seed)
             make = contender.model or self.task.model
             model = make(**self.data.sizes)  # on the CPU, so that weights do not depend on the device
-        # tensor cores run convolutions fastest in channels-last layout; other weights do not have four axes
-        self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._digest = _digest(model.parameters())
+        # tensor cores run convolutions fastest in channels-last layout; other weights do not have four axes. FSDP2
+        # takes no such weights, but follows the layout of the images
+        layout = torch.contiguous_format if distributed.is_sharded() else torch.channels_last
+        self.model: nn.Module = model.to(self.device, memory_format=layout)  # type: ignore[call-overload]
+        self._forward = distributed.join(self.model, self.device)
         self.generator = torch.Generator(self.device)
         for module in self.model.modules():
             if isinstance(module, Dropout):
@@ -130,25 +138,16 @@ class Supervised(Training):
         self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **contender.options)
         baselines.prime(self.optimiser)
         self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct, count
-        # torch.distributed's watchdog thread makes CUDA calls during a capture, which "global" forbids
-        mode = "thread_local" if distributed.world_size() > 1 else "global"
-        self._learn = CapturedStep(self._update, self._changing, self._stream, generator=self.generator, mode=mode)
-
-    def _weights_digest(self) -> int:
-        """Sum the bits of the weights, as integers: equal on every machine."""
-        with self._on_stream():
-            return sum(int(weight.detach().view(torch.int32).sum()) for weight in self.model.parameters())
+        stream = self._stream if distributed.world_size() == 1 else None
+        self._learn = CapturedStep(self._update, self._changing, stream, generator=self.generator)
 
     def _make_step(self) -> None:
         if self.step == 0:
             self._begin_epoch()
         self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_per_epoch))
-        # a capture communicates, so all processes must capture at the same steps: the first, and the last of an
-        # epoch, whose shares may be smaller for some processes only
-        last = distributed.world_size() > 1 and self.step + 1 == self.steps_per_epoch
         batch = self._batches[self.step]
         self.is_mid_step = True
-        self._learn(*batch, kind=last)
+        self._learn(*batch)
         self.step += 1
         self.is_mid_step = False
 
@@ -162,18 +161,20 @@ class Supervised(Training):
         *inputs, labels = batch
         with matmul_precision(self.settings.precision):
             self.optimiser.zero_grad()
-            logits = self.model(*inputs)
+            logits = self._forward(*inputs)
             loss = self._objective(logits, labels)
-            loss.backward()  # type: ignore[no-untyped-call]
+            self._share_of(loss, labels).backward()  # type: ignore[no-untyped-call]
             plain = not (self.task.smoothing or self.task.is_loss_summed)
             totals = _count_totals(logits.detach(), labels, loss.detach() if plain else None)
-            if distributed.world_size() > 1:
-                gradients = (parameter.grad for parameter in self.model.parameters())
-                totals = distributed.average_gradients(
-                    [gradient for gradient in gradients if gradient is not None], totals
-                )
             self.optimiser.step()
-            self.totals += totals
+            self.totals += distributed.all_sum(totals)
+
+    def _share_of(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """Weight this process's mean loss, so that the processes' mean is the mean over the whole batch."""
+        if distributed.world_size() == 1:
+            return loss
+        whole = min(self.task.batch, self.data.examples - self.step * self.task.batch)
+        return loss * (len(labels) * distributed.world_size() / whole)
 
     def _objective(self, logits: Tensor, labels: Tensor) -> Tensor:
         reduction = "sum" if self.task.is_loss_summed else "mean"
@@ -188,7 +189,9 @@ class Supervised(Training):
     def _end_epoch(self) -> None:
         self._batches = ()
         distributed.broadcast(list(self.model.buffers()))
-        totals = torch.stack([self.totals, *(distributed.all_sum(self._evaluate(part)) for part in self.data.parts)])
+        with distributed.gathered(self.model):
+            parts = [distributed.all_sum(self._evaluate(part)) for part in self.data.parts]
+        totals = torch.stack([self.totals, *parts])
         self._pending = torch.empty_like(totals, device="cpu", pin_memory=self._stream is not None)
         self._pending.copy_(totals, non_blocking=True)
         if self._stream is not None:
@@ -231,6 +234,11 @@ def _count_steps(task: Task, examples: int) -> int:
             f"start {most // 2} or fewer"
         )
     return examples // task.batch + (examples % task.batch >= least)
+
+
+def _digest(weights: Iterable[Tensor]) -> int:
+    """Sum the bits of weights, as integers: equal on every machine."""
+    return sum(int(weight.detach().view(torch.int32).sum()) for weight in weights)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:

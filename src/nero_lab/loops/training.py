@@ -5,11 +5,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nero_lab import distributed
 from nero_lab.data import DataError
 from nero_lab.protocol import Precision, SettingError, Settings, Task
 
@@ -151,6 +153,50 @@ class Training(ABC):
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
 
+@dataclass
+class Snapshot:
+    """A run that trains in another process, as the display sees it. Has the names of :class:`Training`."""
+
+    task: Task
+    settings: Settings
+    device: torch.device
+    steps_per_epoch: int
+    steps_done: int
+    curve: dict[str, list[float | None]]
+    seconds: float
+    metrics: dict[str, float]
+    speed_text: str
+    note: str
+    on_activity: Callable[..., None] | None = None
+
+    @classmethod
+    def of(cls, run: "Training | Snapshot") -> "Snapshot":
+        """Copy what there is to see of a run. Waits for no GPU."""
+        kept = (run.task, run.settings, run.device, run.steps_per_epoch, run.steps_done, run.curve, run.seconds)
+        return cls(*kept, run.running_metrics() if run.device.type == "cpu" else {}, run.speed(), run.throughput_note())
+
+    @property
+    def epoch(self) -> int:
+        return self.steps_done // self.steps_per_epoch
+
+    @property
+    def step(self) -> int:
+        return self.steps_done % self.steps_per_epoch
+
+    @property
+    def epochs_known(self) -> int:
+        return min(map(len, self.curve.values()))
+
+    def running_metrics(self) -> dict[str, float]:
+        return self.metrics
+
+    def speed(self) -> str:
+        return self.speed_text
+
+    def throughput_note(self) -> str:
+        return self.note
+
+
 def curve_fault(curve: dict[str, Any], epochs: int) -> str:
     """Describe the first fault of a curve with this number of epochs; empty if there is none."""
     for name, values in curve.items():
@@ -164,9 +210,9 @@ def curve_fault(curve: dict[str, Any], epochs: int) -> str:
 
 
 def copy_to_cpu(value: Any) -> Any:
-    """Copy nested dicts and lists, with their tensors on the CPU."""
+    """Copy nested dicts and lists, with their tensors whole and on the CPU."""
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
+        return distributed.whole(value.detach()).cpu().clone()
     if isinstance(value, dict):
         return {key: copy_to_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -181,7 +227,7 @@ def load_network(network: nn.Module, state: dict[str, Any]) -> None:
         RuntimeError: if names or shapes differ.
         ValueError: if a dtype differs, which torch would cast.
     """
-    network.load_state_dict(state)
+    network.load_state_dict(distributed.shard_like(state, network.state_dict()))
     for name, tensor in network.state_dict().items():
         _require_same_kind(name, state[name], tensor)
 
@@ -204,16 +250,20 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: 
         KeyError: if the state lacks something. torch does not check, and would fail in a later step.
         ValueError: if a shape or dtype differs, which torch does not check either.
     """
-    wanted = _flatten(optimiser.state_dict())
-    optimiser.load_state_dict(state)
+    now = optimiser.state_dict()
+    wanted = _flatten(now)
+    sharded = {"state": distributed.shard_like(state["state"], now["state"]), "param_groups": state["param_groups"]}
+    optimiser.load_state_dict(sharded)
     # saved values first, since loading may cast; loading itself sets options that are newer than the checkpoint
     loaded = _flatten(optimiser.state_dict()) | _flatten(state)
     if lacking := wanted.keys() - loaded.keys():
         raise KeyError(min(lacking))
     for name, value in wanted.items():
         _require_same_kind(name, loaded[name], value)
-    for group in optimiser.param_groups:
+    for group, before in zip(optimiser.param_groups, now["param_groups"], strict=True):
         group["lr"] = lr  # loading copied the tensor
+        if "fused" in before:
+            group["fused"] = before["fused"]  # says how to compute, and depends on the number of processes
 
 
 def _flatten(state: dict[str, Any]) -> dict[str, Any]:

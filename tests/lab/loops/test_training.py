@@ -170,8 +170,8 @@ def test_capture_restores_state_and_generator(monkeypatch):
             add(*self.held)
 
     @contextmanager
-    def capturing(graph, pool, stream, capture_error_mode):
-        assert (pool, stream, capture_error_mode) == ("pool", "stream", "global")
+    def capturing(graph, pool, stream):
+        assert (pool, stream) == ("pool", "stream")
         before, random = total.clone(), generator.get_state()
         yield
         total.copy_(before)
@@ -184,13 +184,13 @@ def test_capture_restores_state_and_generator(monkeypatch):
     capture = step._capture
     monkeypatch.setattr(step, "_capture", lambda held: (graph := capture(held), setattr(graph, "held", held))[0])
     ones, expected = torch.ones(1), torch.Generator()
-    for numbers, kind in [(ones, None), (2 * ones, None), (torch.zeros(3), None), (ones, "last"), (ones, None)]:
-        step(numbers, kind=kind)
+    for numbers in (ones, 2 * ones, torch.zeros(3), 2 * ones):
+        step(numbers)
         torch.rand((), generator=expected)
     assert total == 5
     assert torch.equal(generator.get_state(), expected.get_state())
-    assert list(step.graphs) == [(None, (1,)), (None, (3,)), ("last", (1,))]
-    assert len(places) == 3
+    assert list(step.graphs) == [((1,),), ((3,),)]
+    assert len(places) == 2
 
 
 @pytest.mark.gpu

@@ -50,7 +50,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     for job in jobs:
         weight, grad, state, axes, pull = job
         work, stride = works.get(weight.dtype), weight.stride()
-        # the address of a subclass, such as DTensor, is not that of its elements
+        # the address of a subclass is not that of its elements
         is_plain = type(weight) in (Parameter, Tensor) and weight.is_cpu and grad.layout is torch.strided
         found = cut_of(weight.shape, stride, axes) if is_plain and not weight.is_neg() else None
         if (

@@ -47,7 +47,7 @@ class Planner:
             sweep.launch(addresses, angles)
 
     def _deal(self) -> None:
-        lines: dict[torch.device, list[Line]] = {}
+        lines: dict[tuple[torch.device, torch.Generator | None], list[Line]] = {}
         self.rest: list[Group] = []
         for number, group in enumerate(self._groups):
             left = []
@@ -56,11 +56,11 @@ class Planner:
                 if line is None:
                     left.append(member)
                 else:
-                    lines.setdefault(member.parameter.device, []).append(line)
-            self.rest.append(Group(group.options, left))
+                    lines.setdefault((member.parameter.device, group.generator), []).append(line)
+            self.rest.append(group._replace(members=left))
         if lines and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
-        self._sweeps = [Sweep(device_lines) for device_lines in lines.values()]
+        self._sweeps = [Sweep(own, generator) for (_, generator), own in lines.items()]
 
     def _can_join(self) -> bool:
         """Return whether a member of the rest has become one that a sweep could step."""
@@ -89,7 +89,7 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
         is_chosen or (options["backend"] == "auto" and parameter.is_cuda and triton_works(parameter.device))
     ):
         return None
-    grad = parameter.grad if parameter.requires_grad else None
+    grad = member.grad
     tensors = [parameter] if grad is None else [parameter, grad]
     if any(map(why_not_triton, tensors)):
         if is_chosen and parameter.requires_grad:
@@ -99,4 +99,5 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
     layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
     if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
         return None
-    return Line(parameter, job, layout, settings_of(options), group)
+    holder = parameter if member.holder is None else member.holder
+    return Line(parameter, holder, job, layout, settings_of(options), group)

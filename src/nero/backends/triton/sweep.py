@@ -32,15 +32,18 @@ class Sweep:
 
     Args:
         lines: the parameters.
+        generator: draws the noise of stochastic rounding; ``None`` for torch's own.
 
     Attributes:
         captured: tensors that a captured CUDA graph reads, which must live as long as the graph.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, lines: Sequence[Line]) -> None:
+    def __init__(self, lines: Sequence[Line], generator: torch.Generator | None = None) -> None:
+        self._generator = generator
         # no reference to a line: a line holds a gradient
         self._parameters = [line.parameter for line in lines]
+        self._holders = [line.holder for line in lines]
         self._states = [line.job.state for line in lines]
         self._values = [value for state in self._states for value in state.values()]
         self._averages = [state["grad_norm"] for state in self._states]
@@ -67,7 +70,7 @@ class Sweep:
         """Return the addresses of the gradients, 0 for none; ``None`` if the sweep must be built anew."""
         if not (self._lie_at(self._parameters, self._addresses) and self._has_its_state()):
             return None
-        grads = list(map(_grad, self._parameters))
+        grads = list(map(_grad, self._holders))
         with torch.enable_grad():  # the guards read requires_grad
             unchanged = (
                 self._is_unchanged(*self._parameters)
@@ -128,20 +131,24 @@ class Sweep:
             with torch.cuda.device(self._device):
                 capturing = torch.cuda.is_current_stream_capturing()
                 changing = self._capture(addresses, words) if capturing else self._upload(addresses, words)
-                self._launch(changing, torch._C._cuda_getCurrentRawStream(self._device.index))
+                # torch's own generator is the one that replays draw new numbers from
+                generator = None if capturing else self._generator
+                self._launch(changing, torch._C._cuda_getCurrentRawStream(self._device.index), generator)
         else:
-            self._launch(self._upload(addresses, words), 0)
+            self._launch(self._upload(addresses, words), 0, self._generator)
         # torch did not see the kernels write
         moved = [parameter for parameter, address in zip(self._parameters, addresses, strict=True) if address]
         torch.autograd.graph.increment_version(moved)
         self._borrowed = []
 
-    def _launch(self, changing: Tensor, stream: int) -> None:
+    def _launch(self, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:
         records, step_sizes, sums, counting, launches = self._tables
         tables: list[Tensor | int] = [records, changing, step_sizes]
         at = [table.data_ptr() for table in (records, changing, step_sizes, sums)]
         counting(stream, [*tables, len(self._parameters)], [*at[:3], len(self._parameters)])
-        noise = torch.randint(1 << 62, (1,), device=self._device) if self._is_stochastic else changing
+        noise = changing
+        if self._is_stochastic:
+            noise = torch.randint(1 << 62, (1,), device=self._device, generator=generator)
         for launch, owners in launches:
             launch(stream, [owners, *tables, sums, noise], [owners.data_ptr(), *at, noise.data_ptr()])
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nero.backends.job import Job, Settings
+from nero.backends.job import HasGrad, Job, Settings
 from nero.backends.layout import Layout
 
 #: Elements per program: its warps, and its registers per thread where Triton's own choice would let too few
@@ -30,9 +30,13 @@ SPLIT_NEURONS = 32
 
 
 class Line(NamedTuple):
-    """A parameter in a sweep. Its job's gradient may be a stand-in; ``group`` selects the learning rate."""
+    """A parameter in a sweep, and the holder of its gradient; ``group`` selects the learning rate.
+
+    The job's gradient may be a stand-in.
+    """
 
     parameter: Tensor
+    holder: HasGrad
     job: Job
     layout: Layout
     settings: Settings

@@ -81,7 +81,8 @@ def _first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
     """Return the place of the first tensor that is not finite. Processes that share a sharded one agree on it."""
     if not any(map(is_sharded, tensors)):
         return next((place for place, tensor in enumerate(tensors) if not bool(_is_finite(tensor))), None)
-    flags = torch.stack([~_is_finite(tensor).cpu() for tensor in tensors])
+    device = local_of(tensors[0]).device  # one wait for all, where all are on one device
+    flags = torch.stack([~_is_finite(tensor).to(device) for tensor in tensors])
     found = agreed(flags.to(torch.int32), tensors).nonzero()
     return int(found[0]) if len(found) else None
 

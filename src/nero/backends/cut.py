@@ -18,9 +18,9 @@ from nero.rounding import rounded
 MAX_QUICK_ELEMENTS = 4096
 #: Elements per piece on a CPU: with their gradients, 256 KiB in float32.
 PIECE_ELEMENTS = 1 << 15
-#: Sums of squares in this range lose nothing in float32.
+#: Sums of squares in this range neither overflow nor underflow in float32.
 ORDINARY = (1e-30, 1e30)
-#: The smallest share of a neuron's square, without its mean, that sums in float64 resolve.
+#: The smallest share of a neuron's squared norm, after its mean is removed, that sums in float64 resolve.
 MIN_LEFT = 1e-13
 
 
@@ -34,7 +34,7 @@ class Work(NamedTuple):
 
 
 def step(works: Sequence[Work]) -> None:
-    """Step every job, with one reduction for all that are cut over the same processes."""
+    """Step every job, with one reduction for all jobs that are cut over the same processes."""
     batches: dict[Hashable, list[Work]] = {}
     for work in works:
         batches.setdefault((work.cut.reduce, work.job.parameter.device), []).append(work)
@@ -83,7 +83,7 @@ def _sums(w: Tensor, g: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _is_precise(five: Tensor, job: Job) -> bool:
-    """Return whether sums in float32 neither left their range nor are of neurons that are nearly constant."""
+    """Return whether float32 sums are precise: they are in range, and no neuron is nearly constant."""
     w, _, ww, *_ = five
     if not five.numel() or not job.parameter.numel():
         return True
@@ -170,7 +170,7 @@ def _write_in_place(work: Work, stretch: Tensor, along: Tensor, shift: Tensor) -
 
 
 def _arrays(work: Work) -> Any:
-    """Return weights and gradient as matrices for the compiled loops; ``None`` without loops, or if they cannot be."""
+    """Return weights and gradient as matrices for the compiled loops; ``None`` if the loops cannot take them."""
     weight, grad = work.job.parameter, work.job.grad
     is_by_row = work.job.axes == tuple(range(1, weight.dim())) and work.cut.owners is None
     if work.loops is None or not is_by_row or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
@@ -185,5 +185,5 @@ def _pieces(tensor: Tensor, rows: int) -> Sequence[Tensor]:
 
 
 def _rows_per_piece(tensor: Tensor) -> int:
-    """Return the rows of a piece of a tensor that stays in a CPU's cache."""
+    """Return how many rows of a tensor make a piece that fits in a CPU's cache."""
     return max(1, PIECE_ELEMENTS * tensor.shape[0] // max(1, tensor.numel()))

@@ -6,7 +6,7 @@ then a step needs no communication. Where neurons are cut, processes sum a few n
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -246,9 +246,21 @@ def sharding_of(tensor: Tensor, role: Role) -> Sharding:
 
 def agreed(numbers: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     """Return the maximum of each number over all processes that share one of the tensors."""
-    for mesh in _meshes(tensors):
-        numbers = Reduction(mesh, range(mesh.ndim))(numbers, "MAX")
+    for reduction in _sharers(tensors):
+        numbers = reduction(numbers, "MAX")
     return numbers
+
+
+def agreed_flags(flags: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the flag of each tensor on any process that shares it, and whether any process has a flag of another.
+
+    Processes need not have the same tensors, but those that they share: an expert may have a gradient on one alone.
+    """
+    flags = torch.cat([flags, flags.new_zeros(1)])
+    for reduction, places in _sharers(tensors).items():
+        reduced = reduction(torch.cat([flags[places], flags.amax(0, keepdim=True)]), "MAX")
+        flags[places], flags[-1] = reduced[:-1], reduced[-1]
+    return flags
 
 
 def totals(counts: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
@@ -278,6 +290,8 @@ def check_sharding(name: str, tensor: Any) -> None:
             f"{name} is sharded on a mesh without process groups: make the mesh by "
             "torch.distributed.device_mesh.init_device_mesh"
         ) from error
+    if tensor.device_mesh.get_coordinate() is None:
+        raise ValueError(f"{name} is sharded over other processes: leave it out of the optimiser of this one")
 
 
 class Noise(NamedTuple):
@@ -311,12 +325,14 @@ def _local_range(shape: Iterable[int], mesh: Mesh, placements: tuple[Any, ...]) 
     return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
 
 
-def _meshes(tensors: Iterable[Any]) -> Iterator[Mesh]:
-    seen: list[Mesh] = []
-    for tensor in tensors:
-        if is_sharded(tensor) and not any(tensor.device_mesh is mesh for mesh in seen):
-            seen.append(tensor.device_mesh)
-            yield tensor.device_mesh
+def _sharers(tensors: Iterable[Any]) -> dict[Reduction, list[int]]:
+    """Return the places of sharded tensors by the processes that share them."""
+    found: dict[Reduction, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            mesh = tensor.device_mesh
+            found.setdefault(Reduction(mesh, range(mesh.ndim)), []).append(place)
+    return found
 
 
 def _dtensor(local: Tensor, mesh: Mesh, placements: tuple[Any, ...], shape: Iterable[int]) -> Any:

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from nero.roles import Role
-from nero.sharding import MeshSharding, local_of, waited
+from nero.rule import statistics_dtype
+from nero.sharding import MeshSharding, is_sharded, local_of, waited
 
 _grad, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
+#: The state in the dtype of a parameter's statistics.
+_STATISTICS = frozenset({"grad_norm", "radius", "scale"})
 
 
 class Shard:
@@ -39,10 +42,16 @@ class Shard:
         part = local_of(parameter).detach()
         self.local = nn.Parameter(part if self.sharding.is_cut else self.sharding.view(part), parameter.requires_grad)
         self.role = role if self.sharding.is_cut else replace(role, fan_in_axes=role.axes, fan_in_groups=1)
+        dtype = statistics_dtype(parameter.dtype)
+        for key in _STATISTICS & state.keys():
+            state[key] = state[key].to(dtype)  # itself, unless the parameter was cast since its last step
         self.state = {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def take_gradient(self, grad: Any) -> None:
         """Take the local part of a gradient. Redistribute the gradient if it is sharded unlike the parameter."""
+        if not is_sharded(grad):
+            shape = tuple(grad.shape)
+            raise TypeError(f"a sharded parameter has a plain tensor of shape {shape} as its gradient: give a DTensor")
         placements = self.parameter.placements
         if grad.placements != placements:
             grad = grad.redistribute(self.parameter.device_mesh, placements)
@@ -107,7 +116,7 @@ class Shards:
             )
             self._specs = list(map(_spec, grads)) if is_alike and all(trained) else []
         for shard in self._empty:
-            if shard.grad is not None:
+            if shard.grad is not None and shard.local.requires_grad:
                 shard.state["step"].add_(1)
 
     def _take_quickly(self, grads: Sequence[Any]) -> bool:

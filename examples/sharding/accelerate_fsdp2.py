@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     accelerator.load_state(str(options.out))
     loaded = [parameter.full_tensor() for parameter in model.parameters()]
     is_equal = all(torch.equal(one, other) for one, other in zip(saved, loaded, strict=True))
-    task.say(f"the loaded weights are {'equal to' if is_equal else 'not'} those saved")
+    task.say(f"the loaded weights are {'equal to' if is_equal else 'different from'} those saved")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Train with FSDP2, or with HSDP, and save a distributed checkpoint that any number of processes can go on from.
+"""Train with FSDP2, or with HSDP, and save a distributed checkpoint that any number of processes can resume.
 
     torchrun --nproc-per-node 2 examples/sharding/fsdp2.py --checkpoint out/fsdp2
     torchrun --nproc-per-node 4 examples/sharding/fsdp2.py --checkpoint out/fsdp2 --replicas 2
 
-The second line goes on from the checkpoint of the first, on two copies of two shards.
+The second line resumes the checkpoint of the first, on two replicas of two shards.
 """
 
 import argparse
@@ -25,10 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60, help="default: %(default)s")
     parser.add_argument("--replicas", type=int, default=1, help="copies of the model, each sharded (HSDP); default: 1")
-    parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to go on from")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to and to resume from")
     options = parser.parse_args(argv)
     device = task.start()
     rank, processes = distributed.get_rank(), distributed.get_world_size()
+    if processes % options.replicas:
+        parser.error(f"--replicas must divide the {processes} processes, got {options.replicas}")
     shape: tuple[int, ...] = (processes,)
     names: tuple[str, ...] = ("shard",)
     if options.replicas > 1:

@@ -75,7 +75,7 @@ def batches(device: torch.device, steps: range, part: int = 0, parts: int = 1) -
 
 
 def train(model: nn.Module, optimiser: torch.optim.Optimizer, data: Iterator[tuple[Tensor, Tensor]]) -> Result:
-    """Train on all batches."""
+    """Train on all batches. The losses are means over all processes."""
     losses: list[Tensor] = []
     collectives = 0
     for inputs, labels in data:
@@ -86,7 +86,10 @@ def train(model: nn.Module, optimiser: torch.optim.Optimizer, data: Iterator[tup
             optimiser.step()
         collectives = counted.get_total_counts()
         losses.append(loss.detach())
-    return Result(losses[0].item(), losses[-1].item(), collectives)
+    means = torch.stack([losses[0], losses[-1]]) / distributed.get_world_size()
+    distributed.all_reduce(means)
+    first, last = means.tolist()
+    return Result(first, last, collectives)
 
 
 def local_bytes(tensors: Any) -> int:

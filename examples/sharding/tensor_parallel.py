@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/sharding/tensor_parallel.py
     torchrun --nproc-per-node 4 examples/sharding/tensor_parallel.py --shards 2
 
-The second line splits each layer over two processes, and each of these parts by FSDP2 over two processes.
+The second line splits each layer over two processes, and FSDP2 splits each part over two more.
 """
 
 import argparse
@@ -21,10 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     """Train, and print from the first process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60, help="default: %(default)s")
-    parser.add_argument("--shards", type=int, default=1, help="processes of FSDP2; default: %(default)s")
+    parser.add_argument("--shards", type=int, default=1, help="processes that FSDP2 shards over; default: %(default)s")
     options = parser.parse_args(argv)
     device = task.start()
-    shape = (options.shards, distributed.get_world_size() // options.shards)
+    processes = distributed.get_world_size()
+    if processes % options.shards:
+        parser.error(f"--shards must divide the {processes} processes, got {options.shards}")
+    shape = (options.shards, processes // options.shards)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
 
     model = task.Network().to(device)

@@ -87,11 +87,11 @@ class LocalPlan:
         self._may_be_idle = distributed.is_available() and distributed.is_initialized()
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
+        """Return whether the optimiser still holds the same groups, parameters and state, with none to add."""
         return self._plan.covers(param_groups, state) and (self._shards is None or self._shards.are_current())
 
     def retire(self) -> None:
-        """Cover nothing any more: options have changed."""
+        """Invalidate the plan after a change of options."""
         self._plan.retire()
 
     def step(self) -> None:
@@ -109,12 +109,12 @@ class LocalPlan:
         """Warn, once, if none of the parameters has a gradient in a distributed run."""
         if self._may_be_idle and all(parameter.grad is None for parameter in parameters):
             warn(
-                "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard has "
-                "replaced the parameters of the model since, make the optimiser after it"
+                "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard "
+                "replaced the model's parameters, make the optimiser after fully_shard"
             )
         self._may_be_idle = False
 
 
 def is_traced() -> bool:
-    """Return whether torch.compile traces the functions that are called, as in what it could not compile."""
+    """Return whether torch.compile traces calls made here, even if it could not compile this function."""
     return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from nero.sharding import agreed, check_sharding, is_sharded, local_of
+from nero.sharding import agreed_flags, check_sharding, is_sharded, local_of
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
 
@@ -30,9 +30,9 @@ def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, parameter in parameters:
         _check_kind(name, parameter)
     readable = [(name, parameter) for name, parameter in parameters if can_read(parameter)]
-    place = _first_nonfinite([parameter for _, parameter in readable])
-    if place is not None:
-        raise ValueError(f"{readable[place][0]} holds NaN or infinite values: initialise it first")
+    found = _first_nonfinite(readable)
+    if found is not None:
+        raise ValueError(f"{found} holds NaN or infinite values: initialise it first")
 
 
 def _check_kind(name: str, parameter: Tensor) -> None:
@@ -68,22 +68,25 @@ def check_memory(name: str, parameter: Tensor) -> None:
 def check_gradients(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if the gradient of a parameter is not finite, on all processes alike. Waits for gradients."""
     grads = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-    place = _first_nonfinite([grad for _, grad in grads])
-    if place is not None:
+    found = _first_nonfinite(grads)
+    if found is not None:
         raise FloatingPointError(
-            f"the gradient of {grads[place][0]} is not finite, and nothing was changed: find the cause, or skip such "
+            f"the gradient of {found} is not finite, and nothing was changed: find the cause, or skip such "
             "neurons with on_nonfinite='skip'"
         )
 
 
 @torch.no_grad()
-def _first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
-    """Return the place of the first tensor that is not finite. Processes that share a sharded one agree on it."""
+def _first_nonfinite(named: Sequence[tuple[str, Tensor]]) -> str | None:
+    """Return the name of the first tensor that is not finite. Processes that share a sharded one agree on it."""
+    tensors = [tensor for _, tensor in named]
     if not any(map(is_sharded, tensors)):
-        return next((place for place, tensor in enumerate(tensors) if not bool(_is_finite(tensor))), None)
-    flags = torch.stack([~_is_finite(tensor).cpu() for tensor in tensors])
-    found = agreed(flags.to(torch.int32), tensors).nonzero()
-    return int(found[0]) if len(found) else None
+        return next((name for name, tensor in named if not bool(_is_finite(tensor))), None)
+    device = local_of(tensors[0]).device  # one wait for all, where all are on one device
+    flags = torch.stack([~_is_finite(tensor).to(device) for tensor in tensors])
+    found = agreed_flags(flags.to(torch.int32), tensors).nonzero()
+    names = [*(name for name, _ in named), "a parameter of another process"]
+    return names[int(found[0])] if len(found) else None
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

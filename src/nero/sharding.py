@@ -1,4 +1,4 @@
-"""Sharded parameters: DTensors in, local shards out. The one module that knows placements.
+"""Sharded parameters: DTensors in, local shards out. Placements are interpreted here alone.
 
 A dimension of a device mesh *parts* the neurons of a parameter if it leaves each neuron whole on one process. It *cuts*
 them if it spreads the elements of a neuron over processes. FSDP2 shards axis 0, which parts the neurons of most layers:
@@ -6,7 +6,7 @@ then a step needs no communication. Where neurons are cut, processes sum a few n
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from nero.roles import Role
 
-#: A DeviceMesh. Its module takes long to import, and has been imported wherever there is a mesh.
+#: A DeviceMesh. Not imported here: its module takes long to import.
 Mesh: TypeAlias = Any
 
 
@@ -26,14 +26,14 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor on this process; a plain tensor is its own."""
+    """Return the part of a tensor that is on this process; return a plain tensor unchanged."""
     if not is_sharded(tensor):
         return tensor
     return waited(tensor._local_tensor)  # type: ignore[attr-defined]
 
 
 def local_row(tensor: Any, row: int) -> int | None:
-    """Return the place of a row of a tensor on this process; ``None`` if it is on another."""
+    """Return the local index of a row of a tensor; ``None`` if the row is on another process."""
     if not is_sharded(tensor):
         return row
     shape, offset = _local_range(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
@@ -41,19 +41,19 @@ def local_row(tensor: Any, row: int) -> int | None:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Gather a sharded tensor. All processes that share it must do so."""
+    """Gather a sharded tensor. All processes that share the tensor must call this."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return gathered
 
 
 def waited(local: Any) -> Tensor:
-    """Return a local part, when the collective that makes it has ended."""
+    """Return a local part after the collective that produces it has ended."""
     ready: Tensor = local if type(local) is Tensor or not hasattr(local, "wait") else local.wait()
     return ready
 
 
 class Sharding:
-    """How the neurons of a parameter are spread over processes. A plain tensor is whole on each.
+    """How the neurons of a parameter are spread over processes. A plain tensor is whole on every process.
 
     Attributes:
         role: the role of the parameter.
@@ -69,12 +69,12 @@ class Sharding:
     def neurons(self, tensor: Tensor) -> Tensor:
         """Return the neurons that have elements on this process, as a plain tensor with the axes of ``role.view``.
 
-        Neurons that are cut are gathered, which all processes must do. Otherwise the result shares the memory.
+        Neurons that are cut are gathered, which all processes must do. Otherwise the result shares the tensor's memory.
         """
         return self.role.view(tensor)
 
     def write(self, tensor: Tensor, neurons: Tensor) -> None:
-        """Write back what :meth:`neurons` returned and the caller has changed in place."""
+        """Write back the result of :meth:`neurons` after the caller has changed it in place."""
 
     def state_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the shape of the statistics of the neurons that :meth:`neurons` returns."""
@@ -156,7 +156,7 @@ class MeshSharding(Sharding):
 
     @property
     def _gathered(self) -> tuple[Any, ...]:
-        """The placements with neurons whole, and the same processes otherwise."""
+        """The placements after neurons that are cut have been gathered."""
         from torch.distributed.tensor import Replicate
 
         return tuple(Replicate() if dim in self.cutting else place for dim, place in enumerate(self._placements))
@@ -210,13 +210,13 @@ class MeshSharding(Sharding):
 
     @property
     def coordinate(self) -> tuple[tuple[int, int, int], ...]:
-        """The place of this process's part: equal on replicas of it, and different on all other processes."""
+        """The place of this process's part: equal on all replicas of the part, different on all other processes."""
         place = self.mesh.get_coordinate() or [0] * self.mesh.ndim
         return tuple((dim, self.mesh.size(dim), place[dim]) for dim in (*self.parting, *self.cutting))
 
 
 class Reduction:
-    """A sum over dimensions of a mesh. Two of them are equal if they are over the same processes."""
+    """A sum over dimensions of a mesh. Two reductions are equal if they sum over the same processes."""
 
     def __init__(self, mesh: Mesh, dims: Iterable[int]) -> None:
         self._device: str = mesh.device_type
@@ -232,7 +232,7 @@ class Reduction:
 
     def __call__(self, numbers: Tensor, op: str = "SUM") -> Tensor:
         """Reduce numbers; the result is new, and on the same device."""
-        # the processes of a mesh may not be able to reduce on the device of parameters that are offloaded
+        # parameters may be offloaded to a device on which the mesh cannot reduce
         reduced = numbers.to(self._device, copy=True)
         for group in self._groups:
             torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, op), group)
@@ -245,14 +245,26 @@ def sharding_of(tensor: Tensor, role: Role) -> Sharding:
 
 
 def agreed(numbers: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-    """Return the greatest of each number on any process that shares one of these tensors."""
-    for mesh in _meshes(tensors):
-        numbers = Reduction(mesh, range(mesh.ndim))(numbers, "MAX")
+    """Return the maximum of each number over all processes that share one of the tensors."""
+    for reduction in _sharers(tensors):
+        numbers = reduction(numbers, "MAX")
     return numbers
 
 
+def agreed_flags(flags: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the flag of each tensor on any process that shares it, and whether any process has a flag of another.
+
+    Processes need not have the same tensors, but those that they share: an expert may have a gradient on one alone.
+    """
+    flags = torch.cat([flags, flags.new_zeros(1)])
+    for reduction, places in _sharers(tensors).items():
+        reduced = reduction(torch.cat([flags[places], flags.amax(0, keepdim=True)]), "MAX")
+        flags[places], flags[-1] = reduced[:-1], reduced[-1]
+    return flags
+
+
 def totals(counts: Sequence[Tensor], shardings: Sequence[Sharding]) -> list[Tensor]:
-    """Sum the count of each parameter over the processes that hold different neurons of it, all together."""
+    """Sum the count of each parameter over the processes that hold its neurons; equal reductions are joined."""
     found = list(counts)
     together: dict[Reduction, list[int]] = {}
     for place, sharding in enumerate(shardings):
@@ -278,10 +290,12 @@ def check_sharding(name: str, tensor: Any) -> None:
             f"{name} is sharded on a mesh without process groups: make the mesh by "
             "torch.distributed.device_mesh.init_device_mesh"
         ) from error
+    if tensor.device_mesh.get_coordinate() is None:
+        raise ValueError(f"{name} is sharded over other processes: leave it out of the optimiser of this one")
 
 
 class Noise(NamedTuple):
-    """The noise of parameters in stochastic rounding: equal on processes that hold the same part of them."""
+    """The noise of stochastic rounding. It is equal on processes that hold the same part of a parameter."""
 
     place: tuple[tuple[int, int, int], ...]
     device: torch.device
@@ -311,16 +325,18 @@ def _local_range(shape: Iterable[int], mesh: Mesh, placements: tuple[Any, ...]) 
     return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
 
 
-def _meshes(tensors: Iterable[Any]) -> Iterator[Mesh]:
-    seen: list[Mesh] = []
-    for tensor in tensors:
-        if is_sharded(tensor) and not any(tensor.device_mesh is mesh for mesh in seen):
-            seen.append(tensor.device_mesh)
-            yield tensor.device_mesh
+def _sharers(tensors: Iterable[Any]) -> dict[Reduction, list[int]]:
+    """Return the places of sharded tensors by the processes that share them."""
+    found: dict[Reduction, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            mesh = tensor.device_mesh
+            found.setdefault(Reduction(mesh, range(mesh.ndim)), []).append(place)
+    return found
 
 
 def _dtensor(local: Tensor, mesh: Mesh, placements: tuple[Any, ...], shape: Iterable[int]) -> Any:
-    """Make a DTensor of local parts. DTensor.from_local would move parts that are offloaded to the mesh's device."""
+    """Make a DTensor of local parts. DTensor.from_local would move offloaded parts to the mesh's device."""
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from nero.roles import Role
-from nero.sharding import MeshSharding, local_of, waited
+from nero.rule import statistics_dtype
+from nero.sharding import MeshSharding, is_sharded, local_of, waited
 
 _grad, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
+#: The state in the dtype of a parameter's statistics.
+_STATISTICS = frozenset({"grad_norm", "radius", "scale"})
 
 
 class Shard:
@@ -30,7 +33,7 @@ class Shard:
         local: the part, with whole fan-in groups on an axis of their own.
         grad: the part of the gradient, during a step.
         role: the role of the part.
-        state: the state, with plain tensors. Their memory is that of the parameter's state.
+        state: the state as plain tensors, which share the memory of the parameter's state.
     """
 
     def __init__(self, parameter: Any, role: Role, state: dict[str, Any]) -> None:
@@ -39,10 +42,16 @@ class Shard:
         part = local_of(parameter).detach()
         self.local = nn.Parameter(part if self.sharding.is_cut else self.sharding.view(part), parameter.requires_grad)
         self.role = role if self.sharding.is_cut else replace(role, fan_in_axes=role.axes, fan_in_groups=1)
+        dtype = statistics_dtype(parameter.dtype)
+        for key in _STATISTICS & state.keys():
+            state[key] = state[key].to(dtype)  # itself, unless the parameter was cast since its last step
         self.state = {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def take_gradient(self, grad: Any) -> None:
-        """Take the part of a gradient, which may be sharded in another way than the parameter."""
+        """Take the local part of a gradient. Redistribute the gradient if it is sharded unlike the parameter."""
+        if not is_sharded(grad):
+            shape = tuple(grad.shape)
+            raise TypeError(f"a sharded parameter has a plain tensor of shape {shape} as its gradient: give a DTensor")
         placements = self.parameter.placements
         if grad.placements != placements:
             grad = grad.redistribute(self.parameter.device_mesh, placements)
@@ -50,7 +59,7 @@ class Shard:
 
 
 class Shards:
-    """All sharded parameters of an optimiser. Its checks are per list, since those per tensor take the host long.
+    """All sharded parameters of an optimiser. Checks run over lists, since checks per tensor are slow on the host.
 
     Args:
         shards: the parts of the parameters.
@@ -65,9 +74,9 @@ class Shards:
         self._values = [value for state in self._states for value in state.values()]
         self._trained = list(map(_requires_grad, self._parameters))
         self._views = [shard for shard in shards if shard.local.shape != local_of(shard.parameter).shape]
-        # backends leave out an empty part, but its steps count
+        # backends skip empty parts, but their step counters must advance
         self._empty = [shard for shard in shards if not shard.local.numel() and not shard.sharding.is_cut]
-        self._has_versions = any(shard.local.is_cpu for shard in shards)  # which only backends for the CPU read
+        self._has_versions = any(shard.local.is_cpu for shard in shards)  # only CPU backends read them
         self._versions: list[int] = []
         self._specs: list[Any] = []  # of gradients that were found to be sharded like their parameters
         self._moving: list[Any] = []
@@ -86,7 +95,7 @@ class Shards:
         with torch._C.DisableTorchFunctionSubclass():  # attributes of a DTensor are several times faster
             grads, trained = list(map(_grad, self._parameters)), list(map(_requires_grad, self._parameters))
             versions = list(map(_version, self._parameters)) if self._has_versions else []
-        if versions != self._versions:  # operations on a DTensor do not count as changes of its part
+        if versions != self._versions:  # an operation on a DTensor does not raise its part's version
             increment_version(self._sources)
         if trained != self._trained:
             self._trained = trained
@@ -107,17 +116,17 @@ class Shards:
             )
             self._specs = list(map(_spec, grads)) if is_alike and all(trained) else []
         for shard in self._empty:
-            if shard.grad is not None:
+            if shard.grad is not None and shard.local.requires_grad:
                 shard.state["step"].add_(1)
 
     def _take_quickly(self, grads: Sequence[Any]) -> bool:
-        """Take gradients that all have known specifications; return whether they have."""
+        """Take the gradients if all have the specs of an earlier step; return whether they have."""
         if not self._specs or any(map(is_, grads, repeat(None))):
             return False
         if not all(map(is_, map(_spec, grads), self._specs)):
             return False
         parts = list(map(_local, grads))
-        if set(map(type, parts)) != {Tensor}:  # others wait for a collective
+        if set(map(type, parts)) != {Tensor}:  # other types wait for a collective
             return False
         for shard, part in zip(self._shards, parts, strict=True):
             shard.grad = part
@@ -128,7 +137,7 @@ class Shards:
         return True
 
     def finish(self) -> None:
-        """Drop the gradients, which the user may free, and mark the parameters as changed."""
+        """Release the gradients, so that the user can free them, and mark the parameters as changed."""
         for shard in self._shards:
             shard.grad = None
         if self._moving:

@@ -47,7 +47,8 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
     if fix_norm == "initial":
         # in place, since captured graphs hold the address; infinite where the norm was free when it entered
         sharding = sharding_of(parameter, role)
-        if known is None or (can_read(parameter) and bool(sharding.total(local_of(known).isinf().sum()))):
+        # each process decides for its own neurons, without the others: a step may be one of this process alone
+        if known is None or (can_read(parameter) and bool(local_of(known).isinf().any())):
             now = initial_radius(parameter, role, fix_norm)
             if known is not None and now is not None:
                 local_of(known).copy_(torch.where(local_of(known).isinf(), now, local_of(known)))

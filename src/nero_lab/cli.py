@@ -176,7 +176,8 @@ def sweep(
     side_by_side: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Runs at a time. Default: what suits an H200; one on a CPU. With --ray: runs per GPU, one."
+            min=1,
+            help="Runs at a time. Default: what suits an H200; one on a CPU. With --ray: runs per GPU, default 1.",
         ),
     ] = None,
     shard: Shard = False,
@@ -184,7 +185,7 @@ def sweep(
         str | None,
         typer.Option(
             metavar="[HOST:PORT]",
-            help="Train on the Ray cluster with this head, one task per run. Default: this machine's.",
+            help="Train on the Ray cluster at this address, one task per run. Without an address: on this machine's.",
         ),
     ] = None,
 ) -> None:

@@ -146,7 +146,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Any, like: Any) -> Any:
-    """Cut the tensors of nested dicts as the tensors in the same places of ``like`` are sharded.
+    """Shard the tensors of nested dicts like the tensors in the same places of ``like``.
 
     Communicates nothing: all processes must have the same values.
     """

@@ -34,13 +34,13 @@ from nero_lab.sweep import RunObserver, deferred_interrupts, train
 POLL_EVERY_S = 0.5
 #: Time to reach the address of a cluster.
 CONNECT_TIMEOUT_S = 5.0
-#: Workers that a run may lose in a row without a new checkpoint.
+#: A sweep fails if one run loses this many workers in a row without a new checkpoint.
 MAX_DEATHS = 3
 
 
 @contextmanager
 def cluster(address: str) -> Iterator[None]:
-    """Join the Ray cluster at ``HOST:PORT``. Without an address, join this machine's, or start one for the time being.
+    """Join the Ray cluster at ``HOST:PORT``. Without an address, join or start one on this machine.
 
     Raises:
         SettingError: if the cluster cannot be joined.
@@ -131,7 +131,7 @@ class _Outbox(Store):
 
 
 class _Reporter:
-    """Observer of a worker: posts snapshots of its run, and interrupts it when the command asks for that."""
+    """Observer of a worker: posts snapshots of its run, and interrupts the run if the command asks for that."""
 
     def __init__(self, mailbox: Any) -> None:
         self.mailbox, self.reported_at, self.epochs, self.is_stopping = mailbox, 0.0, 0, False
@@ -293,7 +293,7 @@ class RaySweep:
         self._submit(settings)
 
     def _stop(self) -> None:
-        """Have runs under way saved and stopped, and drop those that wait."""
+        """Ask the workers to save their runs and stop, and cancel runs that have not begun."""
         ray.get(self._mailbox.stop.remote())
         for ref, settings in self._running.items():
             if settings not in self._begun:

@@ -74,7 +74,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 
 def placed(*axes: int | None, only: str = "*") -> Layout:
-    """Cut along one axis per mesh dimension; parameters without that axis are replicated."""
+    """Shard along one axis per mesh dimension; parameters without that axis are replicated."""
 
     def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(model.named_parameters()):
@@ -129,7 +129,7 @@ def gradients(model: nn.Module, step: int, scale: float = 1.0) -> dict[str, Tens
 
 
 def scattered(whole: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> DTensor:
-    """Cut a tensor, the same in every process, without communication; a partial one has unequal summands."""
+    """Shard a tensor that every process has, without communication. The summands of a partial one are unequal."""
     if any(place.is_partial() for place in places):
         assert all(isinstance(place, Partial) for place in places)
         offset = mesh.get_rank() - (mesh.size() - 1) / 2  # the offsets sum to zero
@@ -137,7 +137,7 @@ def scattered(whole: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> D
     if any(isinstance(place, _StridedShard) for place in places):
         total = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return total.redistribute(placements=places)
-    sizes, starts = compute_local_shape_and_global_offset(whole.shape, mesh, places)  # quicker, and most are such
+    sizes, starts = compute_local_shape_and_global_offset(whole.shape, mesh, places)  # the usual case, and faster
     local = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))].contiguous()
     return DTensor.from_local(local, mesh, places, run_check=False, shape=whole.shape, stride=whole.stride())
 
@@ -145,7 +145,7 @@ def scattered(whole: Tensor, mesh: DeviceMesh, places: Sequence[Placement]) -> D
 def give_gradients(
     model: nn.Module, whole: Mapping[str, Tensor], places: Mapping[str, Sequence[Placement]] | None = None
 ) -> None:
-    """Set the gradients of a model, cut like its parameters, or as ``places`` says for patterns of names."""
+    """Set the gradients of a model, sharded like its parameters, or as ``places`` says for patterns of names."""
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             parameter.grad = whole[name].clone()

@@ -19,7 +19,7 @@ from torch import distributed
 MAX_CASE_S = 60.0
 #: When one process has failed, the others may wait for it in a collective: they get this long.
 MAX_WAIT_AFTER_ERROR_S = 2.0
-#: Imported once, by the process that all others are forked from; by each, if another test has started that process.
+#: Imported once, by the fork server. If another test has started that server, each process imports them.
 PRELOADED = [
     "torch",
     "torch._dynamo",

@@ -164,7 +164,7 @@ def silence(whole: dict[str, Tensor], step: int) -> None:
             gradient.zero_()
 
 
-#: What every layout must do as well; tried on whole neurons and on cut ones.
+#: Options and inputs to test with whole neurons and with cut ones.
 VARIATIONS = {
     "free means": {"options": {"fix_mean": False}},
     "free norms": {"options": {"fix_norm": False}},
@@ -191,10 +191,10 @@ VARIATIONS = {
     "triton": {"options": {"backend": "triton"}, "model": linear(6)},
     "partial gradients": {"places": {"*": [Partial()]}},
     "replicated gradients": {"places": {"*": [Replicate()]}},
-    "gradients cut otherwise": {"places": {"*weight": [Shard(0)], "table.weight": [Shard(1)]}},
+    "gradients sharded otherwise": {"places": {"*weight": [Shard(0)], "table.weight": [Shard(1)]}},
 }
-#: Gradients that are cut in another way than their parameters must travel first.
-UNCOUNTED = ("partial gradients", "replicated gradients", "gradients cut otherwise")
+#: Gradients that are sharded unlike their parameters are redistributed first, which communicates.
+UNCOUNTED = ("partial gradients", "replicated gradients", "gradients sharded otherwise")
 CASES = {
     **LAYOUTS,
     **{

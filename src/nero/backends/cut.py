@@ -18,9 +18,9 @@ from nero.rounding import rounded
 MAX_QUICK_ELEMENTS = 4096
 #: Elements per piece on a CPU: with their gradients, 256 KiB in float32.
 PIECE_ELEMENTS = 1 << 15
-#: Sums of squares in this range lose nothing in float32.
+#: Sums of squares in this range neither overflow nor underflow in float32.
 ORDINARY = (1e-30, 1e30)
-#: The smallest share of a neuron's square, without its mean, that sums in float64 resolve.
+#: The smallest share of a neuron's squared norm, after its mean is removed, that sums in float64 resolve.
 MIN_LEFT = 1e-13
 
 
@@ -34,16 +34,21 @@ class Work(NamedTuple):
 
 
 def step(works: Sequence[Work]) -> None:
-    """Step every job, with one reduction for all that are cut over the same processes."""
+    """Step every job, with one reduction for all jobs that are cut over the same processes."""
     batches: dict[Hashable, list[Work]] = {}
     for work in works:
         batches.setdefault((work.cut.reduce, work.job.parameter.device), []).append(work)
     for batch in batches.values():
-        sums = [local_sums(work) for work in batch]
+        alike: dict[Hashable, list[Work]] = {}
+        for work in batch:
+            state = work.job.state
+            kind = (id(work.settings), work.cut.fan_in, state["grad_norm"].dtype, "radius" in state)
+            alike.setdefault(kind, []).append(work)
         reduce: Callable[[Tensor], Tensor] = batch[0].cut.reduce
-        totals = reduce(torch.cat([five.flatten() for five in sums])).split_with_sizes([five.numel() for five in sums])
-        for work, five, total in zip(batch, sums, totals, strict=True):
-            _turn(work, total.view(five.shape))
+        totals = reduce(torch.cat([local_sums(work).flatten(1) for own in alike.values() for work in own], 1))
+        sizes = [sum(work.job.state["grad_norm"].numel() for work in own) for own in alike.values()]
+        for own, sums in zip(alike.values(), totals.split_with_sizes(sizes, 1), strict=True):
+            _turn(own, sums)
 
 
 def local_sums(work: Work) -> Tensor:
@@ -78,7 +83,7 @@ def _sums(w: Tensor, g: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _is_precise(five: Tensor, job: Job) -> bool:
-    """Return whether sums in float32 neither left their range nor are of neurons that are nearly constant."""
+    """Return whether float32 sums are precise: they are in range, and no neuron is nearly constant."""
     w, _, ww, *_ = five
     if not five.numel() or not job.parameter.numel():
         return True
@@ -87,16 +92,23 @@ def _is_precise(five: Tensor, job: Job) -> bool:
     return low > ORDINARY[0] and high < ORDINARY[1] and bool((w.square() <= 0.5 * elements * ww).all())
 
 
-def _turn(work: Work, sums: Tensor) -> None:
-    """Turn the local part of every neuron, given the sums over all of its elements. See :func:`nero.rule.turn`."""
-    job, settings, cut, _ = work
-    state, grad_norm = job.state, job.state["grad_norm"]
-    state["step"].add_(1)
+def _turn(works: Sequence[Work], sums: Tensor) -> None:
+    """Turn the local parts of neurons, given the sums over all of their elements. See :func:`nero.rule.turn`.
+
+    The neurons of all works form one vector: a device would take long to launch so many operations for each.
+    """
+    settings, fan_in = works[0].settings, works[0].cut.fan_in
+    states = [work.job.state for work in works]
+    counts = [state["grad_norm"].numel() for state in states]
+    torch._foreach_add_([state["step"] for state in states], 1)
+    steps = torch.cat([state["step"].expand(count) for state, count in zip(states, counts, strict=True)])
+    grad_norm = torch.cat([state["grad_norm"].flatten() for state in states])
     w_sum, g_sum, ww, gg, wg = sums
-    average = rule.running_average(
-        grad_norm, gg.sqrt().to(grad_norm.dtype), state["step"], settings.beta, settings.longest
-    )
-    radius: rule.Number = state["radius"].double() if "radius" in state else 1.0
+    length = gg.sqrt().to(grad_norm.dtype)
+    average = rule.running_average(grad_norm, length, steps, settings.beta, settings.longest)
+    radius: rule.Number = 1.0
+    if "radius" in states[0]:
+        radius = torch.cat([state["radius"].flatten() for state in states]).double()
     if settings.scale is None:
         scale = torch.where(ww > 0, ww.sqrt(), rule.SCALE_AT_ORIGIN)
         scale = torch.where(radius < 0, -radius, scale) if isinstance(radius, Tensor) else scale
@@ -106,9 +118,10 @@ def _turn(work: Work, sums: Tensor) -> None:
 
     # w <- w - mean(w); w <- w / |w|
     square = ww - 2 * factor * wg + factor * factor * gg
-    mean = rule.held((w_sum - factor * g_sum) / cut.fan_in, radius)
-    mean = mean if settings.fix_mean and cut.fan_in != 2 else torch.zeros_like(square)
-    left = square - cut.fan_in * mean * mean
+    mean = torch.zeros_like(square)
+    if settings.fix_mean and fan_in != 2:
+        mean = rule.held((w_sum - factor * g_sum) / fan_in, radius)
+    left = square - fan_in * mean * mean
     share = max((16 * torch.finfo(grad_norm.dtype).eps) ** 2, MIN_LEFT)
     possible = (left > share * square) & left.isfinite()
     stretch = torch.ones_like(left)
@@ -117,10 +130,13 @@ def _turn(work: Work, sums: Tensor) -> None:
         stretch = torch.where(radius < 0, stretch.clamp_max(1), stretch) if isinstance(radius, Tensor) else stretch
 
     moving = average.moving & possible & (settings.angle != 0)
-    along, shift = -factor * stretch, -mean * stretch
-    _write(work, [each.to(grad_norm.dtype) for each in (stretch, along, shift)], moving)
-    grad_norm.copy_(average.grad_norm)
-    state["skipped"].add_(average.skipped.sum())
+    turns = [each.to(grad_norm.dtype) for each in (stretch, -factor * stretch, -mean * stretch)]
+    results = (each.split_with_sizes(counts) for each in (*turns, moving, average.grad_norm, average.skipped))
+    for work, state, *own in zip(works, states, *results, strict=True):
+        *numbers, new_grad_norm, skipped = (each.view(state["grad_norm"].shape) for each in own)
+        _write(work, numbers[:3], numbers[3])
+        state["grad_norm"].copy_(new_grad_norm)
+        state["skipped"].add_(skipped.sum())
 
 
 def _write(work: Work, numbers: Sequence[Tensor], moving: Tensor) -> None:
@@ -154,7 +170,7 @@ def _write_in_place(work: Work, stretch: Tensor, along: Tensor, shift: Tensor) -
 
 
 def _arrays(work: Work) -> Any:
-    """Return weights and gradient as matrices for the compiled loops; ``None`` without loops, or if they cannot be."""
+    """Return weights and gradient as matrices for the compiled loops; ``None`` if the loops cannot take them."""
     weight, grad = work.job.parameter, work.job.grad
     is_by_row = work.job.axes == tuple(range(1, weight.dim())) and work.cut.owners is None
     if work.loops is None or not is_by_row or not weight.is_cpu or weight.dtype not in (torch.float32, torch.float64):
@@ -169,5 +185,5 @@ def _pieces(tensor: Tensor, rows: int) -> Sequence[Tensor]:
 
 
 def _rows_per_piece(tensor: Tensor) -> int:
-    """Return the rows of a piece of a tensor that stays in a CPU's cache."""
+    """Return how many rows of a tensor make a piece that fits in a CPU's cache."""
     return max(1, PIECE_ELEMENTS * tensor.shape[0] // max(1, tensor.numel()))

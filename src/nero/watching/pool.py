@@ -1,4 +1,4 @@
-"""Readings of sharded parameters: processes pool what they have measured of their parts."""
+"""Pooled readings of sharded parameters: each process measures its own part."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Compiled loops for neurons that are cut: their local sums, and the turn that the sums of all processes give."""
+"""Compiled loops for neurons that are cut: their local sums, and the turn."""
 
 from nero.backends.numba.loops import BLOCK_ELEMENTS, _sum, _write, compiled
 

@@ -28,7 +28,7 @@ from nero.options import (
 )
 from nero.parameters import check_gradients, check_parameter, check_trainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
-from nero.regrowth import Copy, find_grown, restore
+from nero.regrowth import Copy, add_missing_radii, find_grown, restore
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import initial_state
@@ -319,6 +319,7 @@ class Nero(torch.optim.Optimizer):
 
     def _take_state(self, loaded: dict[Tensor, dict[str, Any]]) -> None:
         """Set the state. Undo the balancing of neurons that grew from zero, if the optimiser was made after loading."""
+        add_missing_radii(list(self.parts()), loaded)
         self.state.update(loaded)
         restore(self._copies, loaded)
 

@@ -5,12 +5,13 @@ and short neurons are taken for grown ones. Otherwise only the optimiser's check
 are copied, balanced, and written back then.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nero.balance import initial_radius
 from nero.groups import Part
 from nero.options import FixNorm
 from nero.parameters import can_read
@@ -71,6 +72,21 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         elements_of = sharding_of(parameter, role).neurons(parameter).masked_select(mask)
         copies.append(Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, elements_of))
     return {}, copies
+
+
+def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Add the radius to a loaded state that lacks it, though neurons of the loaded model have grown from zero.
+
+    ``torch.distributed.checkpoint`` reads only what the optimiser already holds. One that was made on a model without
+    zero neurons has no radius.
+    """
+    missing = [part for part in parts if part.parameter in loaded and "radius" not in loaded[part.parameter]]
+    grown = find_grown(parts)[0] if missing else {}
+    for _, parameter, role, group in missing:
+        if parameter in grown:
+            radius = initial_radius(parameter, role, group["fix_norm"], grown[parameter])
+            if radius is not None:
+                loaded[parameter]["radius"] = sharding_of(parameter, role).as_state(radius)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Shards whose dtype or gradients change between steps, and processes that do not all have the same."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from sharding.layouts import (
 )
 from sharding.processes import Pools
 from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
@@ -136,3 +139,39 @@ def step_with_plain_gradient() -> tuple[str, str]:
     optimiser = nero.Nero(model)
     model.linear.weight.grad = torch.ones(2, 4)
     return error_of(optimiser.step)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_grown_neurons_load_into_a_model_without_zeros(axis: int, pools: Pools, tmp_path: Path):
+    pools.run(2, load_grown_neurons, axis, str(tmp_path))
+
+
+def load_grown_neurons(axis: int, folder: str) -> None:
+    """torch.distributed.checkpoint reads no radius, since the new optimiser has none."""
+    model = headed(is_zero=True, axis=axis)
+    optimiser = nero.Nero(model)
+    for step in range(3):
+        give_gradients(model, gradients(model, step))
+        optimiser.step()
+    checkpoint.save(dict(enumerate(get_state_dict(model, optimiser))), checkpoint_id=folder)
+    other = headed(is_zero=False, axis=axis)
+    resumed = nero.Nero(other)
+    state = dict(enumerate(get_state_dict(other, resumed)))
+    checkpoint.load(state, checkpoint_id=folder)
+    set_state_dict(other, resumed, model_state_dict=state[0], optim_state_dict=state[1])
+    for step in range(3, 6):
+        for net, its in ((model, optimiser), (other, resumed)):
+            give_gradients(net, gradients(model, step))
+            its.step()
+    assert bool(full(model.head.weight).norm(dim=1).lt(0.9).all())
+    assert_weights_close(other, model, 1e-12)
+
+
+def headed(*, is_zero: bool, axis: int) -> nn.Module:
+    """Make a sharded network whose head starts at zero or not."""
+    torch.manual_seed(0)
+    model = Layers(body=nn.Linear(6, 8), head=nn.Linear(8, 4)).double()
+    if is_zero:
+        nn.init.zeros_(model.head.weight)
+    placed(axis)(model, mesh_of(2))
+    return model

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, Literal, TypeAlias, overload
@@ -298,6 +298,7 @@ class Nero(torch.optim.Optimizer):
             ValueError: if the checkpoint is of another model or optimiser, or lacks options.
         """
         loaded: dict[Tensor, dict[str, Any]] = {}
+        entered = {parameter for parameter, state in self.state.items() if state}  # others are not balanced yet
 
         # torch casts state to the parameter's dtype, so ours is taken out before and put back after
         def take_out(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
@@ -310,16 +311,16 @@ class Nero(torch.optim.Optimizer):
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected an optimiser's state_dict, got a {type(state_dict).__name__}")
         before = self.register_load_state_dict_pre_hook(take_out)
-        after = self.register_load_state_dict_post_hook(lambda _: self._take_state(loaded), prepend=True)
+        after = self.register_load_state_dict_post_hook(lambda _: self._take_state(loaded, entered), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
-    def _take_state(self, loaded: dict[Tensor, dict[str, Any]]) -> None:
+    def _take_state(self, loaded: dict[Tensor, dict[str, Any]], entered: Container[Tensor]) -> None:
         """Set the state. Undo the balancing of neurons that grew from zero, if the optimiser was made after loading."""
-        add_missing_radii(list(self.parts()), loaded)
+        add_missing_radii([part for part in self.parts() if part.parameter in entered], loaded)
         self.state.update(loaded)
         restore(self._copies, loaded)
 

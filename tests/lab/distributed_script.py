@@ -1,5 +1,6 @@
 """Script of each of two processes that train together; `loops/test_distributed_training.py` starts them."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -99,6 +100,7 @@ def new_group(port: str, **options: bool) -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(200)  # the fixture ends the processes after 240 s
     root, ports, *sweep = sys.argv[1:]
     folder, port = Path(root), iter(ports.split(","))
     with new_group(next(port)):

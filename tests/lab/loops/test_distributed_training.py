@@ -67,7 +67,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"out{rank}").open("w") as out, (folder / f"errors{rank}").open("w") as errors:
             processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=errors))
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         if any(process.returncode for process in processes):
             break  # the other would wait for it

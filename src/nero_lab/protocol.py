@@ -238,3 +238,14 @@ def warm_up_then_cosine(warm_up: int, end: int) -> Schedule:
         return (1 + math.cos(math.pi * (step - rising) / (end * steps_an_epoch - rising))) / 2
 
     return schedule
+
+
+def warm_up_then_linear(share: float, end: int) -> Schedule:
+    """Raise the learning rate linearly over a share of all steps, and lower it linearly to zero at epoch ``end``."""
+
+    def schedule(step: int, steps_an_epoch: int) -> float:
+        total = end * steps_an_epoch
+        rising = share * total
+        return min(1.0, (step + 1) / rising, (total - step) / (total - rising))
+
+    return schedule

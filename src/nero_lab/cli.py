@@ -85,7 +85,8 @@ Shard = Annotated[
     typer.Option("--shard", help="With torchrun: split the network over the processes (FSDP2), instead of replicas."),
 ]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="Precision of matrix products: float32, or tf32 on a GPU.")
+    str | None,
+    typer.Option("--precision", help="Of matrix products: float32, bf16, or tf32 on a GPU. Default: the task's."),
 ]
 
 
@@ -122,9 +123,12 @@ def list_tasks() -> None:
 def _list_study(study: str) -> None:
     line = "{:23}{:29}{:11}{:14}{:11}{}"
     origin = "OF THE PAPER" if study == "paper" else f"OF THE STUDY {study}"
-    console.print(line.format("TASK", origin, "DATA", "GPU, FLOAT32", "GPU, TF32", "CPU"))
-    for task in (each for each in TASKS.values() if each.study == study):
-        times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
+    tasks = [task for task in TASKS.values() if task.study == study]
+    fast: Precision = "bf16" if any(task.precision == "bf16" for task in tasks) else "tf32"
+    console.print(line.format("TASK", origin, "DATA", "GPU, FLOAT32", f"GPU, {fast.upper()}", "CPU"))
+    for task in tasks:
+        known = (task.seconds.gpu, task.seconds.on("cuda", fast), task.seconds.cpu)
+        times = ["not timed" if seconds is None else duration(seconds) for seconds in known]
         console.print(line.format(task.name, task.shows, task.dataset, *times))
         console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
 
@@ -144,7 +148,7 @@ def run(
     data: Data = None,
     device: Device = "auto",
     out: Out = OUT,
-    precision: PrecisionOption = "float32",
+    precision: PrecisionOption = None,
     weights: Annotated[bool, typer.Option("--weights", help="Save the trained weights beside the record.")] = False,
     shard: Shard = False,
 ) -> None:
@@ -172,7 +176,7 @@ def sweep(
     data: Data = None,
     device: Device = "auto",
     out: Out = OUT,
-    precision: PrecisionOption = "float32",
+    precision: PrecisionOption = None,
     side_by_side: Annotated[
         int | None,
         typer.Option(
@@ -208,7 +212,7 @@ def sweep(
         source = "the paper's is" if chosen.study == "paper" else "the default is"
         searched = f"best of the grid is {rate:g}; {source} {papers:g}"
         taken = f"the paper has {papers:g} as its best" if chosen.study == "paper" else f"{source} {papers:g}"
-        console.print(f"{name}: {searched if grid and chosen.grid else taken}")
+        console.print(f"{name}: {searched if grid and chosen.grid_of(name) else taken}")
 
 
 @app.command()
@@ -339,10 +343,11 @@ def _check_same_runs(task: Task, runs: list[Settings], store: Store) -> None:
 
 
 def _bytes_needed(task: Task, at_a_time: int) -> int:
-    """Estimate the space for checkpoints: weights and at most two states per weight, in the old file and the new."""
+    """Estimate the space for checkpoints, old and new: weights and two states per weight, or ten if SOAP trains."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    files, tensors, float32_bytes, other_bytes = 2, 3, 4, 2**26
+    states = 10 if any(contender.optimiser == "soap" for contender in task.contenders.values()) else 2
+    files, tensors, float32_bytes, other_bytes = 2, 1 + states, 4, 2**26
     return files * tensors * float32_bytes * parameters * at_a_time + other_bytes
 
 

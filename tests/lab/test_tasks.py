@@ -39,7 +39,7 @@ from nero_lab.tasks import TASKS, task_named
 
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
 SUPERVISED = [
-    task for task in TASKS.values() if task.study != "depth" and task.loop is None and task.dataset != "imagenet"
+    task for task in TASKS.values() if task.study == "paper" and task.loop is None and task.dataset != "imagenet"
 ]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 
@@ -215,7 +215,7 @@ def test_run_name_lists_departures_from_the_paper():
         ({"seed": -1}, "seed"),
         ({"epochs": 0}, "1 to 50 epochs"),
         ({"epochs": 51}, "1 to 50 epochs"),
-        ({"precision": "bf16"}, "one of float32, tf32"),
+        ({"precision": "fp8"}, "one of float32, tf32, bf16"),
     ],
 )
 def test_settings_impossible_value_raises(arguments, message):

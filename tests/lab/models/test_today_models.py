@@ -1,14 +1,27 @@
 """The networks of today's study on CIFAR-10: sizes, roles, and the parts that differ from torch's layers."""
 
+import inspect
 import math
+from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
+pytest.importorskip("typer")
+
+from lab.helpers import finish, make_data
+from lab.loop_cases import saved_and_loaded
+
 import nero
+from nero_lab.loops.supervised import Supervised
 from nero_lab.models.airbench import Airbench
 from nero_lab.models.vit import SelfAttention, VisionTransformer
+from nero_lab.tasks import TASKS
+
+HAS_MOMENTUM = "momentum" in inspect.signature(nero.Nero).parameters
 
 
 def count(parameters):
@@ -22,8 +35,7 @@ def correlated_images(number=200, side=8):
 
 
 def test_vit_sizes_and_roles_are_as_designed():
-    with torch.device("meta"):
-        model = VisionTransformer()
+    model = VisionTransformer()
     blocks = 6 * (12 * 256**2 + 2 * 256)
     assert count(model.parameters()) == blocks + 256 * (48 + 1) + 64 * 256 + 256 + 10 * 257 == 4_753_418
     roles = nero.roles_of(VisionTransformer(width=64, layers=1))
@@ -61,6 +73,25 @@ def test_vit_attention_ignores_the_scale_of_queries():
     with torch.no_grad():
         layer.into.weight[:64] *= 3
     torch.testing.assert_close(layer(inputs), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("contender", TASKS["vit"].contenders)
+def test_vit_task_trains_and_resumes(contender):
+    task, data = TASKS["vit"], make_data(examples=8, tests=5)
+    if "momentum" in task.contenders[contender].options and not HAS_MOMENTUM:
+        pytest.skip("Nero has no momentum yet")
+    task = replace(task, batch=4, model=partial(VisionTransformer, width=64, layers=1))
+    settings = task.settings(contender, epochs=2)
+    assert settings.precision == "bf16"
+    whole = Supervised(task, settings, data)
+    for _ in range(3):
+        whole.advance()
+    resumed = finish(Supervised(task, settings, data, saved_and_loaded(whole.state())))
+    finish(whole)
+    assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
+    assert all(parameter.isfinite().all() for parameter in whole.model.parameters())
+    assert whole.curve == resumed.curve
+    assert nero.is_balanced(whole.model) == contender.startswith("nero")
 
 
 def test_airbench_sizes_match_the_paper():

@@ -1,4 +1,4 @@
-"""The cost tables of README.md, docs/speed.md and docs/guide/sharding.md, written from the committed benchmark records.
+"""The cost tables of README.md, docs/speed.md and two pages of docs/guide, written from the committed records.
 
 A table stands between ``<!-- cost: NAME -->`` and ``<!-- end -->``. Run ``python benchmarks/tables.py`` after a new
 record.
@@ -16,7 +16,7 @@ from contenders import ADAM, SGD
 from timing import Row
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md")
+PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md", "docs/guide/constraints.md")
 BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -220,6 +220,22 @@ def _size(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 27 else f"{count / (1 << 20):.2f} MiB"
 
 
+def balance() -> str:
+    """Make the table of the cost of balancing, of the devices that have a record."""
+    lines = []
+    for device in ("cuda", "cpu"):
+        if not (ROOT / f"benchmarks/results/balance-{device}.json").exists():
+            continue
+        found = record(f"balance-{device}")
+        for row in found["rows"]:
+            times = [f"{row[name]:.3g} ms" for name in ("milliseconds_a_step", "milliseconds_added")]
+            of_device = [row.get(f"device_milliseconds_{kind}") for kind in ("plain", "balanced")]
+            alone = "" if None in of_device else f"{of_device[1] - of_device[0]:.3g} ms"
+            cells = [found["machine"].partition(",")[0], row["shapes"], row["optimiser"]]
+            lines.append([*cells, *times, f"{row['per_cent_slower']:.3g} %", alone])
+    return _table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gpu-steps": gpu_steps,
@@ -231,6 +247,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharded": sharded,
     "sharded-gpu": sharded_gpu,
     "rank-memory": rank_memory,
+    "balance": balance,
 }
 
 

@@ -5,7 +5,7 @@ model to the constraints under any optimiser. :func:`centred_weight_norm` is the
 reparameterisation.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,39 +16,77 @@ from nero import backends
 from nero.options import FixNorm, check_option
 from nero.parameters import can_read, check_memory, check_real
 from nero.roles import Role, roles_of
-from nero.rounding import rounded
-from nero.rule import Number, bound, distance, norm, project, rounding_error, statistics_dtype
+from nero.rule import Number, distance, norm, project, rounding_error, statistics_dtype
 from nero.scalars import as_float
-from nero.sharding import agreed, local_of, local_row, sharding_of
+from nero.sharding import Sharding, agreed, local_of, local_row, sharding_of, spec_of
 
 
-@torch.no_grad()
+class Balancer:
+    """The projection of many parameters, in a few launches or operations for all.
+
+    A neuron that is balanced to the rounding of its dtype keeps its bits, so that a loaded model resumes exactly.
+
+    Args:
+        neurons: parameters that hold neurons, their roles, and the norms that neurons are held to.
+        fix_mean: project to zero mean.
+        fix_norm: project to those norms.
+    """
+
+    def __init__(
+        self, neurons: Iterable[tuple[Tensor, Role, Number]], *, fix_mean: bool = True, fix_norm: bool = True
+    ) -> None:
+        self._held = [_Held(parameter, role, radius) for parameter, role, radius in neurons]
+        self._projector = backends.Projector(fix_mean=fix_mean, fix_norm=fix_norm)
+        self._projector_of_gathered = backends.Projector(fix_mean=fix_mean, fix_norm=fix_norm)
+
+    @torch.no_grad()
+    def __call__(self, is_wanted: Callable[[Tensor], bool] = lambda _: True) -> None:
+        """Balance the parameters that are wanted, in place."""
+        cut = [held for held in self._held if held.sharding.is_cut]
+        whole = [held for held in self._held if not held.sharding.is_cut]
+        wanted = [is_wanted(held.parameter) for held in whole]
+        self._projector([held.neurons() for held in whole], wanted)
+        for held, is_changed in zip(whole, wanted, strict=True):
+            if is_changed:
+                held.sharding.write(held.parameter, held.parameter)
+        for held in cut:
+            if is_wanted(held.parameter):
+                gathered = held.neurons()  # one at a time: all of them may not fit in memory
+                self._projector_of_gathered([gathered])
+                held.sharding.write(held.parameter, gathered.tensor)
+
+
+class _Held:
+    """A parameter whose neurons are held to a norm."""
+
+    def __init__(self, parameter: Tensor, role: Role, radius: Number) -> None:
+        self.parameter, self._role = parameter, role
+        self._radius = local_of(radius) if isinstance(radius, Tensor) else radius
+        self._sharding, self._spec = sharding_of(parameter, role), spec_of(parameter)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How the neurons are spread over processes: made once, since that is slow."""
+        spec = spec_of(self.parameter)
+        if spec is not self._spec:
+            self._sharding, self._spec = sharding_of(self.parameter, self._role), spec
+        return self._sharding
+
+    def neurons(self) -> backends.Neurons:
+        """Return the neurons that have elements on this process."""
+        tensor = self._sharding.neurons(self.parameter)
+        if isinstance(self._radius, Tensor):
+            self._radius = self._radius.to(tensor.device)  # the model may have moved
+        return backends.Neurons(tensor, self._role.axes, self._radius)
+
+
 def balance_tensor_(
     tensor: Tensor, role: Role, *, fix_mean: bool = True, fix_norm: bool = True, radius: Number = 1.0
 ) -> Tensor:
-    """Balance, in place, every neuron of one parameter.
-
-    A neuron that is balanced to the rounding of its dtype keeps its bits, so that a loaded model resumes exactly.
-    """
-    if role.kind != "neuron" or not tensor.numel() or not (fix_mean or fix_norm):
-        return tensor
-    sharding = sharding_of(tensor, role)
-    neurons = sharding.neurons(tensor)
-    radius = local_of(radius) if isinstance(radius, Tensor) else radius
-    if neurons.numel():
-        _balance_neurons_(neurons, role.axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
-    sharding.write(tensor, neurons)
+    """Balance, in place, every neuron of one parameter."""
+    if role.kind == "neuron" and tensor.numel() and (fix_mean or fix_norm):
+        Balancer([(tensor, role, radius)], fix_mean=fix_mean, fix_norm=fix_norm)()
     return tensor
-
-
-def _balance_neurons_(view: Tensor, axes: tuple[int, ...], *, fix_mean: bool, fix_norm: bool, radius: Number) -> None:
-    if not backends.project_(view, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius):
-        wide = _wide(view)
-        off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
-        size = bound(radius) if fix_norm else norm(wide, axes)
-        projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius).tensor
-        balanced = torch.where(off <= rounding_error(view.dtype) * size, wide, projected)
-        view.copy_(rounded(balanced, view.dtype, "nearest"))
 
 
 def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) -> nn.Module:
@@ -78,8 +116,7 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
         True
     """
     _check_constraints(fix_mean, fix_norm)
-    for _, parameter, role in list(_neurons(model)):  # validate all before changing any
-        balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=fix_norm)
+    Balancer(((parameter, role, 1.0) for _, parameter, role in _neurons(model)), fix_mean=fix_mean, fix_norm=fix_norm)()
     return model
 
 
@@ -142,9 +179,12 @@ def balance_after_step(
 ) -> RemovableHandle:
     """Hold a model's neurons to the constraints under any other optimiser.
 
+    Of the model, the neurons that this optimiser trains are balanced after each of its steps. If several optimisers
+    train one model, call this for each: ``balance_after_step(muon, model)`` and ``balance_after_step(adamw, model)``.
+
     Args:
         optimiser: any optimiser with ``register_step_post_hook``: Adam, SGD, Muon, ...
-        model: its neurons are balanced after each step; those without a gradient stay untouched.
+        model: the model, or a part of it: neurons elsewhere stay free. Parameters without a gradient stay untouched.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
             at this call is held to a norm of at most one, and its mean is free.
@@ -155,7 +195,8 @@ def balance_after_step(
 
     Raises:
         TypeError: if ``optimiser`` is not an optimiser, ``model`` is not a module, or a trainable parameter is complex.
-        ValueError: if a constraint is unknown, or the model is on the meta device.
+        ValueError: if a constraint is unknown, the model is on the meta device, or the optimiser trains none of its
+            parameters.
 
     Example:
         >>> model = nn.Linear(8, 4)
@@ -174,17 +215,24 @@ def balance_after_step(
         (parameter, role, 1.0 if (radius := initial_radius(parameter, role, fix_norm)) is None else radius)
         for _, parameter, role in _neurons(model, frozen=True)
     ]
+    if not _params_of(optimiser) & {id(parameter) for parameter in model.parameters()}:
+        raise ValueError(
+            f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
+            "after the model is copied, cast or sharded"
+        )
+    balancer = Balancer(neurons, fix_mean=fix_mean, fix_norm=bool(fix_norm))
 
-    def balance_all(is_trained: Callable[[Tensor], bool]) -> None:
-        for parameter, role, radius in neurons:
-            if is_trained(parameter):
-                balance_tensor_(parameter, role, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius)
+    def balance(has_moved: Callable[[Tensor], bool]) -> None:
+        own = _params_of(optimiser)  # read at every step: add_param_group may have added some
+        balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
 
     if at_once:
-        balance_all(lambda parameter: parameter.requires_grad)
-    return optimiser.register_step_post_hook(
-        lambda *_: balance_all(lambda parameter: parameter.requires_grad and parameter.grad is not None)
-    )
+        balance(lambda _: True)
+    return optimiser.register_step_post_hook(lambda *_: balance(lambda parameter: parameter.grad is not None))
+
+
+def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
 
 
 @torch.no_grad()

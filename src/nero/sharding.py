@@ -32,6 +32,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return waited(tensor._local_tensor)  # type: ignore[attr-defined]
 
 
+def spec_of(tensor: Tensor) -> object:
+    """Return the mesh, placements and shape of a DTensor as one object; ``None`` for a plain tensor."""
+    return tensor._spec if is_sharded(tensor) else None  # type: ignore[attr-defined]
+
+
 def local_row(tensor: Any, row: int) -> int | None:
     """Return the local index of a row of a tensor; ``None`` if the row is on another process."""
     if not is_sharded(tensor):

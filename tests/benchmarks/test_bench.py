@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import balance_cost
 import bench
 import contenders
 import figure
@@ -150,3 +151,13 @@ def test_long_blocks_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(watch_cost, "shape_sets", lambda _: [])
     rows = measured(tmp_path, "--longest", "0")["rows"]
     assert {row["per_cent_slower_in_blocks"] for row in rows} == {None}
+
+
+def test_cost_of_balance_is_recorded(tmp_path: Path):
+    assert balance_cost.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "balance-cpu.json").read_text())
+    assert record["rows"][0]["optimiser"].startswith("AdamW")
+    for row in record["rows"]:
+        share = 100 * row["milliseconds_added"] / row["milliseconds_a_step"]
+        assert row["per_cent_slower"] == pytest.approx(share, rel=0.01, abs=0.1)
+        assert row["tensors"] == 16

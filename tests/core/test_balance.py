@@ -187,6 +187,65 @@ def test_balance_after_step_at_initial_norm():
     assert 0 < norms[0] <= 1
 
 
+def step_all(model: nn.Module, *optimisers: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    for optimiser in optimisers:
+        optimiser.step()
+
+
+def test_balance_after_step_of_two_optimisers_balances_own():
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4), nn.Linear(4, 9))
+    hidden = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    rest = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+    nero.balance_after_step(hidden, model)
+    assert [nero.is_balanced(layer) for layer in model] == [False, True, False]
+    step_all(model, rest, hidden)
+    assert [nero.is_balanced(layer) for layer in model] == [False, True, False]
+    nero.balance_after_step(rest, model)
+    assert nero.is_balanced(model)
+    step_all(model, hidden, rest)
+    assert nero.is_balanced(model)
+
+
+def test_balance_after_step_of_a_part_leaves_the_rest_free():
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4), nn.Linear(4, 9))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    nero.balance_after_step(optimiser, model[1])
+    step_all(model, optimiser)
+    assert [nero.is_balanced(layer) for layer in model] == [False, True, False]
+
+
+def test_balance_after_step_balances_groups_added_later():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimiser = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    nero.balance_after_step(optimiser, model)
+    optimiser.add_param_group({"params": list(model[0].parameters())})
+    step_all(model, optimiser)
+    assert nero.is_balanced(model)
+
+
+def test_balance_after_step_of_another_model_raises():
+    layer, other = nn.Linear(6, 4), nn.Linear(6, 4)
+    with pytest.raises(ValueError, match="trains no parameter"):
+        nero.balance_after_step(torch.optim.SGD(other.parameters()), layer)
+    nero.balance_after_step(torch.optim.SGD([layer.bias]), layer)  # it has no neuron to balance
+    assert not nero.is_balanced(layer)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@pytest.mark.parametrize("shape", [(32, 48), (48, 32)], ids=str)
+def test_muon_turns_balanced_rows_by_its_learning_rate(shape: tuple[int, int]):
+    """The rows of an orthogonalised matrix have a norm of about one, as torch scales it."""
+    layer = nn.Linear(shape[1], shape[0], bias=False)
+    muon = torch.optim.Muon(layer.parameters(), lr=0.02, weight_decay=0)
+    nero.balance_after_step(muon, layer)
+    before = layer.weight.detach().clone()
+    step_all(layer, muon)
+    angles = (before * layer.weight.detach()).sum(1).clamp(-1, 1).acos()
+    assert 0.7 < float(angles.square().mean().sqrt()) / 0.02 < 1.2
+
+
 @pytest.mark.parametrize("optimiser", [torch.optim.SGD, None, "adam"])
 def test_balance_after_step_without_optimiser_raises(optimiser):
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):

@@ -177,6 +177,35 @@ def check_constraints(sharding: str) -> None:
     assert_weights_close(models[1], models[0], 1e-12)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_balanced_muon_of_fsdp2_equals_that_of_one_process(pools: Pools):
+    pools.run(2, check_balanced_muon)
+
+
+def check_balanced_muon() -> None:
+    models = [made(Net), made(Net)]
+    fsdp_by_layer(models[1], mesh_of(2))
+    optimisers = []
+    for model in models:
+        hidden = [model.up.weight, model.down.weight]
+        rest = [parameter for parameter in model.parameters() if all(parameter is not weight for weight in hidden)]
+        pair = [torch.optim.Muon(hidden, lr=0.02, weight_decay=0), torch.optim.AdamW(rest, lr=0.01)]
+        for optimiser in pair:
+            nero.balance_after_step(optimiser, model)
+        optimisers.append(pair)
+    for step in range(2):
+        whole = gradients(models[0], step)
+        for model, pair in zip(models, optimisers, strict=True):
+            give_gradients(model, whole)
+            for optimiser in pair:
+                optimiser.step()
+    assert nero.is_balanced(models[1])
+    found, expected = (weights(model) for model in reversed(models))
+    for name, weight in found.items():  # Muon orthogonalises in bfloat16, with sums in another order
+        tolerance = 2e-3 if name in ("up.weight", "down.weight") else 1e-5
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=tolerance)
+
+
 def zero_first(model: nn.Module) -> None:
     """Zero a neuron of each matrix, and make one constant, each on one rank."""
     with torch.no_grad():

@@ -1,20 +1,21 @@
 """The same step at different speeds: every backend computes what :mod:`nero.rule` defines.
 
-This is the only door: a :class:`Plan` steps groups of parameters, :func:`project_` balances one tensor.
+This is the only door: a :class:`Plan` steps groups of parameters, a :class:`Projector` balances neurons.
 """
 
-from torch import Tensor
-
 from nero.backends.available import backends_for, check_backend
-from nero.backends.job import Cut, Group, Member
+from nero.backends.job import Cut, Group, Member, Neurons
 from nero.backends.plan import Plan, step_eagerly
-from nero.backends.triton import project
+from nero.backends.projection import Projector
 
-__all__ = ["Cut", "Group", "Member", "Plan", "backends_for", "check_backend", "project_", "step_eagerly"]
-
-
-def project_(
-    tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool, fix_norm: bool, radius: float | Tensor = 1.0
-) -> bool:
-    """Balance a tensor in place by a kernel, if there is one for it; return whether there was."""
-    return project.project_(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
+__all__ = [
+    "Cut",
+    "Group",
+    "Member",
+    "Neurons",
+    "Plan",
+    "Projector",
+    "backends_for",
+    "check_backend",
+    "step_eagerly",
+]

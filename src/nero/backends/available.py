@@ -38,10 +38,10 @@ def triton_works(device: torch.device) -> bool:
     if device.type != "cuda" or not is_installed("triton"):
         return False
     try:
-        from nero.backends.triton.project_kernel import launch
+        from nero.backends.triton.project_kernel import probe
 
         with torch.cuda.device(device):
-            launch(torch.zeros(1, 16, device=device), 1, 16, 16)
+            probe(torch.zeros(1, 16, device=device))
     except torch.OutOfMemoryError:
         raise  # a full GPU says nothing about Triton
     except Exception:  # no C compiler for the launcher, an unknown GPU, ...

@@ -269,7 +269,7 @@ def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings
 def _measure(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings, scratch: Tensor) -> _Turns:
     """Apply the rule to the statistics of all neurons, as one vector."""
     across = 1 - axis
-    length = _join([_norm(matrix.grad, axis, scratch) for matrix in matrices], across)
+    length = _join([norm_along(matrix.grad, axis, scratch) for matrix in matrices], across)
     before = _join([matrix.average for matrix in matrices], across)
     average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
     radius: Tensor | float = 1.0
@@ -308,9 +308,9 @@ def _write(
     for weight, grad, by, radius in _pieces(across, matrix.weight, matrix.grad, factor, matrix.radius):
         weight.addcmul_(grad, by)
         if settings.fix_mean:
-            total = _sum(weight, axis)
+            total = sum_along(weight, axis)
             weight.sub_(total if radius is None else total.mul_(radius > 0), alpha=1 / weight.shape[axis])
-        stretch = _norm(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
+        stretch = norm_along(weight, axis, scratch).clamp_min_(torch.finfo(weight.dtype).tiny).reciprocal_()
         if radius is not None:
             stretch.mul_(radius.abs())
             stretch = torch.where(radius < 0, stretch.clamp_max(1), stretch)  # those that started at zero may be short
@@ -352,10 +352,11 @@ def _join(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
-def _norm(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
+def norm_along(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
+    """Compute the norm of each neuron of a matrix; ``scratch`` holds as many elements, for neurons along axis 0."""
     if axis == 0:
         # torch's norm is not vectorised along columns; a product with ones is
-        return _sum(torch.mul(matrix, matrix, out=scratch[: matrix.numel()].view(matrix.shape)), axis).sqrt_()
+        return sum_along(torch.mul(matrix, matrix, out=scratch[: matrix.numel()].view(matrix.shape)), axis).sqrt_()
     blocks, rest = divmod(matrix.shape[1], ROW_BLOCK)
     if blocks == 0 or (blocks == 1 and not rest):
         size: Tensor = torch.linalg.vector_norm(matrix, dim=1, keepdim=True)
@@ -368,7 +369,8 @@ def _norm(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
     return total
 
 
-def _sum(matrix: Tensor, axis: int) -> Tensor:
+def sum_along(matrix: Tensor, axis: int) -> Tensor:
+    """Sum each neuron of a matrix."""
     if axis == 1:
         return matrix.sum(1, keepdim=True)
     ones = matrix.new_ones(1, min(matrix.shape[0], COLUMN_BLOCK))

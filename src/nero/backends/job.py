@@ -1,5 +1,6 @@
 """The interface of a backend: groups of parameters, and one job per parameter and step."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +67,22 @@ class Group(NamedTuple):
     options: Mapping[str, Any]
     members: Sequence[Member]
     generator: torch.Generator | None = None
+
+
+class Neurons(NamedTuple):
+    """Neurons to be projected in place: a tensor, its fan-in axes, and the norm that each is held to.
+
+    A tensor of radii has the shape of ``tensor`` with 1 along the axes; see :func:`nero.rule.turn` for negative radii.
+    """
+
+    tensor: Tensor
+    axes: tuple[int, ...]
+    radius: Number = 1.0
+
+    @property
+    def fan_in(self) -> int:
+        """The number of elements of a neuron."""
+        return math.prod(self.tensor.shape[axis] for axis in self.axes)
 
 
 class Job(NamedTuple):

@@ -1,42 +1,75 @@
-"""The kernel of :mod:`nero.backends.triton.project`, and its launch."""
+"""The kernel of :mod:`nero.backends.triton.project`, and its launches.
 
+As in :mod:`nero.backends.triton.kernels`, a *record* is a row of int64s about one tensor, a *tile* is the work of one
+program, and ``owners`` maps programs to records.
+"""
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nero.backends.triton.kernels import MAX_FLOAT32, NO_DIRECTION
+from nero.backends.triton.kernels import MAX_FLOAT32, MIN_FULL_WIDTH, NO_DIRECTION, _rounded
+from nero.rule import rounding_error
 
-#: nero.rule.rounding_error(torch.float32): a neuron this near to its projection is left as it is.
-ROUNDING_ERROR = tl.constexpr(17 * 2.0**-23)
+# the fields of a record
+WEIGHT = tl.constexpr(0)
+RADIUS = tl.constexpr(1)  # the address of one radius per neuron; 0 if every radius is COMMON_RADIUS
+COMMON_RADIUS = tl.constexpr(2)
+NEURONS = tl.constexpr(3)
+FAN_IN = tl.constexpr(4)
+INNER = tl.constexpr(5)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
+INNER_STRIDE = tl.constexpr(6)
+OUTER_STRIDE = tl.constexpr(7)
+SHAPE = tl.constexpr(8)  # of its tiles: 2 * log2(width) + is_aligned
+FIRST_TILE = tl.constexpr(9)
+FIELDS = tl.constexpr(10)
 
 
 @triton.jit
-def project(
-    weight, radii, fan_in, row_stride, radius, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, RADII: tl.constexpr,
-    WIDTH: tl.constexpr,
+def _project_tile(
+    record, tile, W: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, ROUNDING_ERROR: tl.constexpr,
 ):  # fmt: skip
-    """Project one neuron, unless it is balanced already or has no projection."""
-    i = tl.program_id(0).to(tl.int64)
+    """Project the neurons of a tile, except those that are balanced already or have no projection."""
+    ROWS: tl.constexpr = TILE // WIDTH if WIDTH >= MIN_FULL_WIDTH else TILE // 2 // WIDTH
+    weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    inner = tl.load(record + INNER).to(tl.int32)
+    inner_stride = tl.load(record + INNER_STRIDE)
+    outer_stride = tl.load(record + OUTER_STRIDE)
+    if ALIGNED:
+        weight = tl.multiple_of(weight, 16)
+        fan_in = tl.multiple_of(fan_in, 8)
+        inner_stride = tl.multiple_of(inner_stride, 8)
+        outer_stride = tl.multiple_of(outer_stride, 8)
+    i = tile * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, WIDTH)
-    inside = k < fan_in
-    at = weight + i * row_stride + k
-    w = tl.load(at, inside, 0.0)
-    peak = tl.max(tl.abs(w), 0)
-    nonfinite = tl.sum((~(tl.abs(w) <= MAX_FLOAT32)).to(tl.int32), 0)
+    inside = i < tl.load(record + NEURONS).to(tl.int32)
+    elements = inside[:, None] & (k < fan_in)[None, :]
+    starts = (i // inner) * outer_stride + (i % inner) * inner_stride
+    at = weight + (starts[:, None] + k[None, :])
+    w = tl.load(at, elements, 0).to(tl.float32)
+    radii = tl.load(record + RADIUS)
+    common = tl.load(record + COMMON_RADIUS).to(tl.float64, bitcast=True).to(tl.float32)
+    has_own = tl.where(inside, radii, 0) != 0
+    radius = tl.where(has_own, tl.load(radii.to(tl.pointer_type(tl.float32)) + i, has_own, 0), common)
+
+    peak = tl.max(tl.abs(w), 1)
+    nonfinite = tl.sum((~(tl.abs(w) <= MAX_FLOAT32)).to(tl.int32), 1)
     possible = (peak > 0) & (nonfinite == 0)
-    unit = tl.div_rn(w, tl.where(possible, peak, 1.0) + tl.zeros([WIDTH], tl.float32))
-    square = tl.sum(unit * unit, 0)
+    unit = tl.div_rn(w, tl.where(possible, peak, 1.0)[:, None] + tl.zeros([ROWS, WIDTH], tl.float32))
+    square = tl.sum(unit * unit, 1)
     size = tl.sqrt_rn(tl.where(possible, square, 1.0))  # of the whole neuron, in units of the peak
     drift = square * 0.0  # the square of the distance to zero mean, in the same units
-    if RADII:
-        radius = tl.load(radii + i)
     if FIX_MEAN:
-        mean = tl.where(radius > 0, tl.sum(unit, 0) / fan_in, 0.0)  # neurons that started at zero keep their mean
+        centring = (fan_in != 2) & (radius > 0)  # neurons that started at zero keep their mean
+        mean = tl.where(centring, tl.sum(unit, 1) / fan_in, 0.0)
         drift = fan_in * mean * mean
-        unit = tl.where(inside, unit - mean, 0.0)
-        rest = tl.where(radius > 0, tl.sum(unit, 0) / fan_in, 0.0)  # exact for nearly constant neurons too
-        unit = tl.where(inside, unit - rest, 0.0)
-        left = tl.sum(unit * unit, 0)
+        unit = tl.where(elements, unit - mean[:, None], 0.0)
+        rest = tl.where(centring, tl.sum(unit, 1) / fan_in, 0.0)  # exact for nearly constant neurons too
+        unit = tl.where(elements, unit - rest[:, None], 0.0)
+        left = tl.sum(unit * unit, 1)
         possible = possible & (left > NO_DIRECTION * square)
         square = left
     norm = tl.sqrt_rn(tl.where(possible, square, 1.0))
@@ -46,36 +79,38 @@ def project(
         is_short = (radius < 0) & (norm * peak < bound)  # as a neuron may be that started at zero
         excess = tl.where(is_short, 0.0, norm * scale - 1)
         off = excess * excess + drift * scale * scale
-        unit *= tl.where(is_short, peak, bound / norm)
+        unit = unit * tl.where(is_short, peak, bound / norm)[:, None]
     else:
         possible = possible & (peak < MAX_FLOAT32 / 2)
         off = drift / (size * size)
-        unit = unit * peak
+        unit = unit * peak[:, None]
     moving = possible & (off > ROUNDING_ERROR * ROUNDING_ERROR)
-    tl.store(at, tl.where(moving, unit, w), inside)
+    tl.store(at, _rounded(tl.where(moving[:, None], unit, w), W, 0, k, False), elements)
 
 
-def launch(
-    tensor: Tensor,
-    neurons: int,
-    fan_in: int,
-    row_stride: int,
-    *,
-    fix_mean: bool = True,
-    fix_norm: bool = True,
-    radius: float | Tensor = 1.0,
-) -> None:
-    """Project the rows of a tensor, one program per neuron."""
-    width = max(16, 1 << (fan_in - 1).bit_length())
-    project[(neurons,)](
-        tensor,
-        radius.reshape(-1).to(tensor.device) if isinstance(radius, Tensor) else tensor,
-        fan_in,
-        row_stride,
-        1.0 if isinstance(radius, Tensor) else float(radius),
-        FIX_MEAN=fix_mean and fan_in != 2,
-        FIX_NORM=fix_norm,
-        RADII=isinstance(radius, Tensor),
-        WIDTH=width,
-        num_warps=min(16, max(1, width // 512)),
-    )
+@triton.jit
+def project(
+    owners, records, active, W: tl.constexpr, TILE: tl.constexpr, SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr,
+    FIX_NORM: tl.constexpr, ROUNDING_ERROR: tl.constexpr,
+):  # fmt: skip
+    """Project one tile of an active tensor. ``SHAPES`` has a bit for each shape of tile."""
+    owner = tl.load(owners + tl.program_id(0))
+    if tl.load(active + owner) == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    shape = tl.load(record + SHAPE)
+    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
+    for each in tl.static_range(0, 2 * 15):
+        if (SHAPES >> each) & 1:
+            if shape == each:
+                _project_tile(record, tile, W, TILE, 1 << (each // 2), each % 2, FIX_MEAN, FIX_NORM, ROUNDING_ERROR)
+
+
+#: Triton's names of the dtypes.
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def probe(zeros: Tensor) -> None:
+    """Launch the kernel on tables of zeros, in which no tensor is active."""
+    constants = {"W": tl.float32, "TILE": 1024, "SHAPES": 1 << 8, "FIX_MEAN": True, "FIX_NORM": True}
+    project[(1,)](zeros.int(), zeros.long(), zeros.int(), **constants, ROUNDING_ERROR=rounding_error(torch.float32))

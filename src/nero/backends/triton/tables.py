@@ -123,11 +123,11 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
             owners.extend([i] * programs)
             shapes |= 1 << shape
             sums += 6 * line.layout.neurons * pieces
-        on_device = _placed(torch.frombuffer(owners, dtype=torch.int32), device)
+        on_device = placed(torch.frombuffer(owners, dtype=torch.int32), device)
         launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
     words = array("q", [word for record in records for word in record])
     return Tables(
-        _placed(torch.frombuffer(words, dtype=torch.int64), device),
+        placed(torch.frombuffer(words, dtype=torch.int64), device),
         torch.empty(2 * len(lines), dtype=torch.float64, device=device),
         torch.empty(sums, dtype=torch.float64, device=device),
         Launch(kernels.count, -(-len(lines) // 128), {"BLOCK": 128}, 4),
@@ -188,9 +188,17 @@ def _tiling(line: Line, kind: Kind, aligned: bool) -> tuple[int, int, int]:
         return 0, -(-layout.neurons // kind.split.neurons) * pieces, pieces
     if not line.job.axes:
         return 0, -(-layout.neurons // (kind.tile // kernels.GAIN_SHARE.value)), 0
-    log_width = max(2, (layout.fan_in - 1).bit_length())
-    elements = kind.tile if 1 << log_width >= kernels.MIN_FULL_WIDTH.value else kind.tile // 2
-    return 2 * log_width + aligned, -(-layout.neurons // (elements >> log_width)), 0
+    log_width, rows = width_and_rows(layout.fan_in, kind.tile)
+    return 2 * log_width + aligned, -(-layout.neurons // rows), 0
+
+
+def width_and_rows(fan_in: int, tile: int) -> tuple[int, int]:
+    """Return log2 of the width of a tile of whole neurons, and its number of neurons."""
+    from nero.backends.triton import kernels
+
+    log_width = max(2, (fan_in - 1).bit_length())
+    elements = tile if 1 << log_width >= kernels.MIN_FULL_WIDTH.value else tile // 2
+    return log_width, elements >> log_width
 
 
 def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int]:
@@ -242,6 +250,6 @@ def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
     ]
 
 
-def _placed(table: Tensor, device: torch.device) -> Tensor:
+def placed(table: Tensor, device: torch.device) -> Tensor:
     """Copy a table to the device without waiting for it."""
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.clone()

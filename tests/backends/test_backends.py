@@ -37,7 +37,7 @@ def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
         reference.step(grad)
         if role.kind == "neuron":
             radius = torch.tensor(reference.radii, dtype=dtype).reshape(average.shape)
-            weights, average, skipped_now = rule.turn(
+            weights, average, skipped_now, _ = rule.turn(
                 weights,
                 role.view(grad),
                 average,
@@ -52,7 +52,7 @@ def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
                 radius=radius,
             )
         else:
-            weights, average, skipped_now = rule.nudge(
+            weights, average, skipped_now, _ = rule.nudge(
                 weights,
                 grad,
                 average,

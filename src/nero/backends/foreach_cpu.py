@@ -67,7 +67,7 @@ def _turn(jobs: Sequence[Job], settings: Settings) -> None:
     quick = bool(settings.fix_norm) and float(settings.angle) != 0
     by_kind: dict[tuple[float, int, torch.dtype], list[_Matrix]] = {}
     for job in jobs:
-        matrix = _matrix(job, settings) if quick else None
+        matrix = _matrix(job, settings) if quick and job.buffer is None else None
         if matrix is None:
             eager.finish(job, settings)
         else:
@@ -81,7 +81,7 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
     """Nudge gains and biases of equal step counts, if all values are ordinary; return whether they were."""
     averages, parameters = [job.state["grad_norm"] for job in jobs], [job.parameter for job in jobs]
     lr, dtype = float(settings.angle), averages[0].dtype
-    if not 0 < abs(lr) < 1 or any(job.pull or job.parameter.dtype != dtype for job in jobs):
+    if not 0 < abs(lr) < 1 or any(job.pull or job.parameter.dtype != dtype or job.buffer is not None for job in jobs):
         return False
     grad = torch.cat([flat(job.grad) for job in jobs]).to(dtype)
     before = torch.cat([flat(average) for average in averages])

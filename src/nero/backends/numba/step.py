@@ -48,7 +48,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     works = {torch.float32: Work(), torch.float64: Work()}
     is_scaled = settings.scale is not None
     for job in jobs:
-        weight, grad, state, axes, pull = job
+        weight, grad, state, axes, pull, buffer = job
         work, stride = works.get(weight.dtype), weight.stride()
         # the address of a subclass is not that of its elements
         is_plain = type(weight) in (Parameter, Tensor) and weight.is_cpu and grad.layout is torch.strided
@@ -56,6 +56,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         if (
             work is None
             or found is None
+            or buffer is not None
             or state["grad_norm"].numel() != found[0].neurons
             or not has_expected_state(job)
         ):

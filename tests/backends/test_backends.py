@@ -10,6 +10,7 @@ from torch import Tensor
 import nero
 from nero import rule
 from nero.backends import plan
+from nero.backends.available import has_momentum
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -179,11 +180,14 @@ def test_step_bumps_version_counters_and_leaves_gradients(backend: str):
     assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), grads, strict=True))
 
 
-def test_compiled_backend_steps_ordinary_tensors_itself(backend: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_compiled_backend_steps_ordinary_tensors_itself(backend: str, momentum: float, monkeypatch: pytest.MonkeyPatch):
     if backend in ("eager", "foreach"):
         pytest.skip("foreach and eager have no fallback to detect")
+    if momentum and not has_momentum(backend):
+        pytest.skip("the backend leaves momentum to foreach")
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(6, 5))
-    optimiser = nero.Nero(model, backend=backend)
+    optimiser = nero.Nero(model, backend=backend, momentum=momentum)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     passed_on = []

@@ -146,6 +146,8 @@ class Oracle:
         self.norm = bool(options["fix_norm"])
         self.read(parameter)
         self.mean_squares = [0.0] * len(self.neurons)
+        mu, nesterov = options.get("momentum", 0.0), options.get("nesterov", True)
+        self.memories = [oracle.Memory(mu, nesterov) for _ in self.neurons]
         self.radii = [1.0] * len(self.neurons)
         if options["fix_norm"] == "initial":
             self.radii = [math.sqrt(sum(wi * wi for wi in w)) for w in self.neurons]
@@ -171,7 +173,7 @@ class Oracle:
             if self.case.kind == "neuron":
                 self.neurons[i], self.mean_squares[i] = oracle.turn(
                     self.neurons[i],
-                    g,
+                    self.memories[i].direction(g),
                     self.mean_squares[i],
                     self.t,
                     self.eta,
@@ -184,9 +186,9 @@ class Oracle:
                 )
             else:
                 (b,) = self.neurons[i]
-                total = g[0] + self.pull * (b - 1)
+                (u,) = self.memories[i].direction([g[0] + self.pull * (b - 1)])
                 b, self.mean_squares[i] = oracle.nudge(
-                    b, total, self.mean_squares[i], self.t, self.eta, self.beta, self.sigma, self.longest
+                    b, u, self.mean_squares[i], self.t, self.eta, self.beta, self.sigma, self.longest
                 )
                 self.neurons[i] = [b]
 
@@ -198,6 +200,11 @@ class Oracle:
         torch.testing.assert_close(found / size, wanted / size, rtol=0, atol=tolerance)
         averages = torch.tensor([math.sqrt(mean_square) for mean_square in self.mean_squares], dtype=torch.float64)
         torch.testing.assert_close(state["grad_norm"].cpu().double().flatten(), averages, rtol=tolerance, atol=0)
+        assert ("momentum_buffer" in state) == bool(self.memories[0].mu)
+        if "momentum_buffer" in state:
+            buffers = torch.tensor(_split(self.case.role, state["momentum_buffer"]), dtype=torch.float64)
+            wanted = torch.tensor([memory.average() for memory in self.memories], dtype=torch.float64)
+            torch.testing.assert_close(buffers, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
         assert state["step"].item() == self.t
         assert state["skipped"].item() == 0
 

@@ -5,9 +5,40 @@ describes the bias correction. `mean` and `norm` switch the two projections, as 
 `sigma` replaces the norm of w as the scale of a step. `longest` is not in the paper, but from the definition of
 the option: it bounds a step to `longest` times eta. Nor is a negative radius: the neuron started at zero, its mean
 is free, its norm is at most -radius, and steps are relative to that.
+
+Nor is momentum. :class:`Memory` holds every gradient that a neuron has had, and sums them up anew at each step.
 """
 
 import math
+
+
+class Memory:
+    """All gradients of one neuron, oldest first, and the direction of its next step by momentum `mu`.
+
+    The average of m <- mu m + (1 - mu) g, from m = 0, is the sum of (1 - mu) mu^age g over all gradients, where the
+    newest has the age 0. Nesterov's momentum steps along mu m + (1 - mu) g.
+    """
+
+    def __init__(self, mu: float, nesterov: bool) -> None:
+        self.mu, self.nesterov = mu, nesterov
+        self.gradients: list[list[float]] = []
+
+    def average(self) -> list[float]:
+        """Return m, the average of the gradients until now."""
+        ages = range(len(self.gradients) - 1, -1, -1)
+        weights = [(1 - self.mu) * self.mu**age for age in ages]
+        return [
+            sum(weight * gi for weight, gi in zip(weights, column, strict=True))
+            for column in zip(*self.gradients, strict=True)
+        ]
+
+    def direction(self, g: list[float]) -> list[float]:
+        """Take a gradient and return the direction of the step: the gradient itself without momentum."""
+        self.gradients.append(g)
+        if self.mu == 0:
+            return g
+        m = self.average()
+        return [self.mu * mi + (1 - self.mu) * gi for mi, gi in zip(m, g, strict=True)] if self.nesterov else m
 
 
 def corrected(mean_square: float, beta: float, t: int) -> float:

@@ -7,18 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.groups import name_of, own_rate, role_in
+from nero.groups import Part, name_of, own_rate, role_in
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of
+from nero.state import match_momentum
+from nero.user_warnings import warn
 
 #: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 
 
 def groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge saved groups with the optimiser's own: its backend, roles and names stay, and a depth already counted."""
+    """Merge saved groups with the optimiser's own: its backend, roles and names stay, and a depth already counted.
+
+    So does the optimiser's momentum where the checkpoint has none.
+    """
     own_keys = ("backend", "role", "fan_in_axes", "fan_in_groups", "param_names")
     merged = []
     for saved, own in zip(saved_groups, groups, strict=True):
@@ -26,7 +31,8 @@ def groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict
         if depth == "auto" and own["depth"] != 1:
             depth = own["depth"]
         lr = own_rate(saved["lr"])  # an older checkpoint has one tensor for all groups
-        merged.append({**saved, **{key: own[key] for key in own_keys if key in own}, "depth": depth, "lr": lr})
+        kept = (*own_keys, "momentum", "nesterov") if own["momentum"] and not saved.get("momentum") else own_keys
+        merged.append({**saved, **{key: own[key] for key in kept if key in own}, "depth": depth, "lr": lr})
     return merged
 
 
@@ -68,6 +74,18 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
     return loaded
 
 
+def start_missing_momentum(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Start the momentum of loaded parameters at zero, with a warning, if the checkpoint has none."""
+    added = [
+        name
+        for name, parameter, role, group in parts
+        if parameter in loaded and match_momentum(parameter, role, loaded[parameter], group["momentum"])
+    ]
+    if added:
+        others = f" and {len(added) - 1} others" if len(added) > 1 else ""
+        warn(f"the checkpoint has no momentum of {added[0]}{others}: it starts at zero")
+
+
 def _without_wrappers(name: str) -> str:
     """Return a parameter's name as in the plain model, so that a run may resume compiled, or no longer so."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
@@ -107,6 +125,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
             "optimiser or model"
         )
     wanted["radius"] = shape  # optional: see nero.balance.initial_radius
+    wanted["momentum_buffer"] = tuple(parameter.shape)  # optional, too
     sharding = sharding_of(parameter, role)
     dtypes = {"step": torch.float32, "skipped": torch.int64}
     state: dict[str, Any] = {}
@@ -123,6 +142,10 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
                 f"the checkpoint's {key} of {name} has the shape {tuple(tensor.shape)}, but {wanted[key]} is needed: "
                 "it is of another model"
             )
+        if key == "momentum_buffer":
+            buffer = torch.empty_like(local_of(parameter)).copy_(sharding.load_parameter(tensor))
+            state[key] = sharding.as_parameter(buffer)
+            continue
         dtype = dtypes.get(key, statistics_dtype(parameter.dtype))
         is_per_neuron = key in ("grad_norm", "radius")
         local = sharding.load_state(tensor) if is_per_neuron else local_of(tensor)

@@ -12,7 +12,7 @@ from nero.groups import name_of
 from nero.roles import Role
 from nero.sharding import Noise, is_sharded, noise_of
 from nero.shards import Shard, Shards
-from nero.state import match_radius
+from nero.state import match_momentum, match_radius
 from nero.user_warnings import warn
 
 RoleIn = Callable[[dict[str, Any], Tensor], Role]
@@ -31,6 +31,7 @@ def groups_of(
     groups: list[backends.Group] = []
     shards: list[Shard] = []
     generators: dict[Noise, torch.Generator] = {}
+    is_switched_on = False
     for group in param_groups:
         members: dict[Noise | None, list[backends.Member]] = {}
         for index, parameter in enumerate(group["params"]):
@@ -39,6 +40,8 @@ def groups_of(
                 continue
             if role.kind == "neuron":
                 match_radius(parameter, role, own, group["fix_norm"])
+            if match_momentum(parameter, role, own, group["momentum"]) and "max_momentum" in group:
+                is_switched_on = True
             member = backends.Member(name_of(param_groups, group, index), parameter, role, own)
             if is_sharded(parameter):
                 shards.append(Shard(parameter, role, own))
@@ -48,6 +51,11 @@ def groups_of(
         for noise, alike in (members or {None: []}).items():
             generator = noise and generators.setdefault(noise, noise.generator())
             groups.append(backends.Group(group, alike, generator))
+    if is_switched_on and not torch.compiler.is_compiling():
+        warn(
+            "a scheduler has switched on momentum, which nero.Nero was made without: give the scheduler "
+            "cycle_momentum=False, or give nero.Nero a momentum"
+        )
     return groups, shards
 
 

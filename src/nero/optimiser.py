@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
-from nero.checkpoint import groups_to_load, state_to_load
-from nero.groups import Part, check_params, check_roles, matched, name_of, param_groups, parts_of, role_in
+from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
+from nero.groups import Part, check_params, matched, name_of, param_groups, parts_of, role_in
 from nero.local_plan import LocalPlan, groups_of, is_traced
+from nero.option_changes import OptionChanges
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -22,7 +23,6 @@ from nero.options import (
     FixNorm,
     OnNonfinite,
     Rounding,
-    check_lr,
     check_options,
     own_options,
 )
@@ -36,8 +36,6 @@ from nero.state import initial_state
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 _params = itemgetter("params")
-#: All options but the learning rate, which schedulers change at every step.
-_options_but_lr = itemgetter(*(name for name in OPTIONS if name != "lr"))
 
 
 class Nero(torch.optim.Optimizer):
@@ -61,6 +59,9 @@ class Nero(torch.optim.Optimizer):
             lets ``torch.compile`` and CUDA graphs change it. Each group has its own copy of a tensor, ``group["lr"]``.
             ``"auto"`` stands for ``lr=0.1, depth="auto", longest_step=3``, a smaller angle for a deeper module.
         beta: β, the share of the running average that a step keeps.
+        momentum: μ, the share that an average m of gradients keeps in a step. The step goes along m instead of g, and
+            ḡ averages the norm of what the step goes along. m takes as much memory as the parameters.
+        nesterov: go along μ m + (1 - μ) g, as Nesterov's momentum does. By default True.
         longest_step: the longest step, as a multiple of the angle ``lr / depth``. The paper has no bound, which is
             ``math.inf``: a gradient far above its running average then turns a neuron by up to 32 times the angle.
             By default 3 with ``lr="auto"``, else ``math.inf``.
@@ -107,7 +108,7 @@ class Nero(torch.optim.Optimizer):
     _depth_counter: DepthCounter
     _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
     _pretrained: bool | None
-    _options: list[Any]
+    _changes: OptionChanges
 
     def __init__(
         self,
@@ -115,6 +116,8 @@ class Nero(torch.optim.Optimizer):
         lr: float | Tensor | Literal["auto"] = 0.01,
         beta: float = 0.999,
         *,
+        momentum: float = 0.0,
+        nesterov: bool | None = None,
         longest_step: float | None = None,
         fix_mean: bool | None = None,
         fix_norm: FixNorm | None = None,
@@ -143,6 +146,8 @@ class Nero(torch.optim.Optimizer):
         given = {
             "lr": lr,
             "beta": beta,
+            "momentum": momentum,
+            "nesterov": True if nesterov is None else nesterov,
             "longest_step": math.inf if longest_step is None else longest_step,
             "fix_mean": not pretrained if fix_mean is None else fix_mean,
             "fix_norm": ("initial" if pretrained else True) if fix_norm is None else fix_norm,
@@ -174,6 +179,8 @@ class Nero(torch.optim.Optimizer):
                 "Give the model itself, nero.Nero(model), or groups with role='gain'",
                 stacklevel=2,
             )
+        if nesterov and not any(group["momentum"] for group in self.param_groups):
+            raise ValueError("nesterov=True needs momentum: give momentum=0.9, or leave nesterov out")
         check_trainable(part[:2] for part in self._added())
         self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
@@ -210,7 +217,8 @@ class Nero(torch.optim.Optimizer):
                 loss = self._depth_counter.run(closure)
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling:
-            self._check_changes()
+            if self._changes.check(self.param_groups, self._roles) and self._plan is not None:
+                self._plan.retire()
             self._depth_counter.warn()
         self._depth_counter.check()
         if any(group["on_nonfinite"] == "raise" for group in self.param_groups):
@@ -321,6 +329,7 @@ class Nero(torch.optim.Optimizer):
     def _take_state(self, loaded: dict[Tensor, dict[str, Any]], entered: Container[Tensor]) -> None:
         """Set the state. Undo the balancing of neurons that grew from zero, if the optimiser was made after loading."""
         add_missing_radii([part for part in self.parts() if part.parameter in entered], loaded)
+        start_missing_momentum(list(self.parts()), loaded)
         self.state.update(loaded)
         restore(self._copies, loaded)
 
@@ -329,7 +338,7 @@ class Nero(torch.optim.Optimizer):
         self._plan = getattr(self, "_plan", None)
         self._copies = getattr(self, "_copies", [])
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
-        self._options = []
+        self._changes = OptionChanges()
 
     def _check_gradients(self) -> None:
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
@@ -355,22 +364,6 @@ class Nero(torch.optim.Optimizer):
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter
             self._roles[parameter] = role_in(group, parameter)
         return self._roles[parameter]
-
-    def _check_changes(self) -> None:
-        """Validate options that were set on groups since the last step."""
-        options = list(chain.from_iterable(map(_options_but_lr, self.param_groups)))
-        # by identity: 1 equals True, but is not a valid option
-        if len(options) != len(self._options) or not all(map(is_, options, self._options)):
-            for group in self.param_groups:
-                check_options(group, wait=False)
-                check_roles(self.param_groups, group, self._roles)
-                if group["params"]:
-                    backends.check_backend(group["backend"], name_of(self.param_groups, group, 0))
-            if self._plan is not None and options != self._options:
-                self._plan.retire()
-            self._options = options
-        for group in self.param_groups:
-            check_lr(group["lr"], wait=False)
 
     def _add(self, groups: list[dict[str, Any]]) -> None:
         """Add all groups, or with an error none. Their parameters are changed only after all were validated."""

@@ -46,6 +46,8 @@ def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
 OPTIONS: dict[str, Option] = {
     "lr": _number(0.01, lambda x: 0 <= x < math.inf, "finite and not negative, like 0.01"),
     "beta": _number(0.999, lambda x: 0 <= x < 1, "in [0, 1), like 0.999"),
+    "momentum": _number(0.0, lambda x: 0 <= x < 1, "in [0, 1), like 0.9"),
+    "nesterov": _choice(True, True, False),
     "longest_step": _number(math.inf, lambda x: x >= 1, "at least 1, like 3, or math.inf"),
     "fix_mean": _choice(True, True, False),
     "fix_norm": _choice(True, True, False, "initial"),
@@ -61,18 +63,16 @@ OPTIONS: dict[str, Option] = {
     "fan_in_groups": Option(1, lambda _: True, ""),
 }
 #: Options that earlier checkpoints lack; they load with the default.
-MISSING_IN_OLD_CHECKPOINTS = ("longest_step", "depth")
+MISSING_IN_OLD_CHECKPOINTS = ("momentum", "nesterov", "longest_step", "depth")
 
 #: Options of other optimisers, and what to do with Nero instead. They are dropped where they ask for nothing: 0, False
 #: or None.
 FOREIGN_OPTIONS: dict[str, str] = {
     "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
     "decoupled_weight_decay": "Nero has no weight decay: leave it out",
-    "betas": "Nero has no momentum: leave betas out; beta=0.999 is the share that the running average keeps",
-    "beta1": "Nero has no momentum: leave it out",
-    "momentum": "Nero has no momentum: leave it out",
-    "dampening": "Nero has no momentum: leave it out",
-    "nesterov": "Nero has no momentum: leave it out",
+    "betas": "Nero has betas=(b1, b2) as momentum=b1, beta=b2; leave them out for momentum=0, beta=0.999",
+    "beta1": "Nero has it as momentum: give momentum=0.9, or leave it out",
+    "dampening": "Nero's momentum is an average, so that a factor on gradients changes nothing: leave it out",
     "eps": "Nero has no epsilon, since it is scale-free: leave it out",
     "amsgrad": "Nero has no maximum of its averages: leave it out",
     "foreach": "leave it out, since backend='auto' takes the fastest; or give backend='foreach'",

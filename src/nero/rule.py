@@ -6,6 +6,9 @@ paper, as is every backend.
 
 The paper's symbols: w, b the parameter; g its gradient; ḡ ``grad_norm``, the running root mean square
 of the gradient's norm; η ``lr``; β ``beta``; σ ``scale``; t ``step``.
+
+Momentum is not in the paper: m ``momentum_buffer``; μ ``momentum``; u the direction of a step, which takes
+the place of g in Algorithm 1. Without momentum u is g.
 """
 
 import math
@@ -21,11 +24,33 @@ SCALE_AT_ORIGIN = 0.01
 
 
 class Update(NamedTuple):
-    """The result of a step: the parameter, ḡ, and a mask of the updates that were skipped."""
+    """The result of a step: the parameter, ḡ, a mask of the updates that were skipped, and m if there is momentum."""
 
     parameter: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    momentum_buffer: Tensor | None = None
+
+
+class Momentum(NamedTuple):
+    """The momentum of a step: m, before the step and not changed by it, and how much the step keeps of it.
+
+    Attributes:
+        buffer: m, shaped as the parameter.
+        kept: the share of m that the new m keeps: μ.
+        kept_by_step: the share of m in the direction of the step: μ, or μ² for Nesterov's momentum.
+    """
+
+    buffer: Tensor
+    kept: float
+    kept_by_step: float
+
+
+class Direction(NamedTuple):
+    """The direction u of a step, and m after it; ``None`` without momentum."""
+
+    u: Tensor
+    momentum_buffer: Tensor | None
 
 
 class Average(NamedTuple):
@@ -58,6 +83,7 @@ def turn(
     fix_norm: bool = True,
     scale: Number | None = None,
     radius: Number = 1.0,
+    momentum: Momentum | None = None,
 ) -> Update:
     """Turn every neuron of a tensor through an angle of about ``lr``, then project it.
 
@@ -75,25 +101,28 @@ def turn(
         scale: σ; by default each neuron's norm.
         radius: the norm of a balanced neuron. Where it is negative, the neuron started at zero: its mean is free, its
             norm is at most ``-radius``, and that is also its σ by default.
+        momentum: m and μ, if there is momentum; see :func:`direction`.
 
     Returns:
-        The weights in the dtype of ``grad_norm``, ḡ, and the neurons skipped for a non-finite gradient.
+        The weights and m in the dtype of ``grad_norm``, ḡ, and the neurons skipped for a non-finite gradient.
     """
     w, g = w.to(grad_norm.dtype), g.to(grad_norm.dtype)
-    average = running_average(grad_norm, norm(g, axes), step, beta, longest)
+    u, moved = direction(g, momentum)
+    average = running_average(grad_norm, norm(u, axes), step, beta, longest)
 
-    # w <- w - η |w| / ḡ · g
+    # w <- w - η |w| / ḡ · u
     if scale is None:
         size = norm(w, axes)
         scale = torch.where(size > 0, size, SCALE_AT_ORIGIN)
         if isinstance(radius, Tensor):
             scale = torch.where(radius < 0, -radius, scale)
-    turned = w - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
+    turned = w - lr * scale * torch.where(average.moving, u / average.divisor, 0.0)
 
     # w <- w - mean(w); w <- w / |w|
     projected, possible = project(turned, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)
     moving = average.moving & possible & (lr != 0)
-    return Update(torch.where(moving, projected, w), average.grad_norm, average.skipped)
+    weights = torch.where(moving, projected, w)
+    return Update(weights, average.grad_norm, average.skipped, kept_buffer(momentum, moved, average.skipped))
 
 
 def nudge(
@@ -107,6 +136,7 @@ def nudge(
     scale: Number,
     longest: float = math.inf,
     pull: Number = 0.0,
+    momentum: Momentum | None = None,
 ) -> Update:
     """Move every gain or bias of a tensor by about ``lr * scale``.
 
@@ -119,20 +149,43 @@ def nudge(
         beta: β.
         scale: σ_b.
         longest: the longest step, as a multiple of ``lr * scale``.
-        pull: λ of the penalty λ/2 (b - 1)², which pulls towards one (Section 5.6).
+        pull: λ of the penalty λ/2 (b - 1)², which pulls towards one (Section 5.6). It is a part of the gradient.
+        momentum: m and μ, if there is momentum; see :func:`direction`.
 
     Returns:
-        The elements in the dtype of ``grad_norm``, ḡ, and the elements skipped for a non-finite gradient.
+        The elements and m in the dtype of ``grad_norm``, ḡ, and the elements skipped for a non-finite gradient.
     """
     b, g = b.to(grad_norm.dtype), g.to(grad_norm.dtype)
     if not isinstance(pull, float) or pull:
         g = g + pull * (b - 1)
-    average = running_average(grad_norm, g.abs(), step, beta, longest)
+    u, moved = direction(g, momentum)
+    average = running_average(grad_norm, u.abs(), step, beta, longest)
 
-    # b <- b - η σ_b / ḡ · g
-    nudged = b - lr * scale * torch.where(average.moving, g / average.divisor, 0.0)
+    # b <- b - η σ_b / ḡ · u
+    nudged = b - lr * scale * torch.where(average.moving, u / average.divisor, 0.0)
     moving = average.moving & nudged.isfinite() & (lr != 0)
-    return Update(torch.where(moving, nudged, b), average.grad_norm, average.skipped)
+    elements = torch.where(moving, nudged, b)
+    return Update(elements, average.grad_norm, average.skipped, kept_buffer(momentum, moved, average.skipped))
+
+
+def direction(g: Tensor, momentum: Momentum | None) -> Direction:
+    """Average gradients: m <- μ m + (1 - μ) g. The step takes u = m, or Nesterov's u = μ m + (1 - μ) g with the new m.
+
+    Written in the old m, Nesterov's u is μ² m + (1 - μ²) g: g is averaged in twice. m needs no bias correction, since
+    the step divides by the running average of u, so that a constant factor cancels.
+    """
+    if momentum is None:
+        return Direction(g, None)
+    m, kept, kept_by_step = momentum.buffer.to(g.dtype), momentum.kept, momentum.kept_by_step
+    moved = kept * m + (1 - kept) * g
+    return Direction(moved if kept_by_step == kept else kept_by_step * m + (1 - kept_by_step) * g, moved)
+
+
+def kept_buffer(momentum: Momentum | None, moved: Tensor | None, skipped: Tensor) -> Tensor | None:
+    """Return m after a step: neurons that skip the step keep the old m."""
+    if momentum is None or moved is None:
+        return None
+    return torch.where(skipped, momentum.buffer.to(moved.dtype), moved)
 
 
 def project(

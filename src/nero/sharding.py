@@ -93,6 +93,14 @@ class Sharding:
         """Return this process's part of a loaded state, which may be sharded in another way."""
         return whole(value)
 
+    def as_parameter(self, local: Tensor) -> Tensor:
+        """Make a tensor that is sharded like the parameter from its part on this process."""
+        return local
+
+    def load_parameter(self, value: Tensor) -> Tensor:
+        """Return this process's part of a loaded tensor of the parameter's shape."""
+        return whole(value)
+
     def total(self, numbers: Tensor) -> Tensor:
         """Sum numbers over the processes that hold different neurons."""
         return numbers
@@ -184,14 +192,14 @@ class MeshSharding(Sharding):
         return tuple(Shard(place.dim + 1) if place.is_shard() and place.dim > 0 else place for place in places)
 
     def load_state(self, value: Any) -> Tensor:
-        if is_sharded(value):
-            if value.device_mesh != self.mesh:
-                return self.load_state(value.full_tensor())
-            moved: Tensor = value.redistribute(placements=self._state_placements)
-            return local_of(moved)
-        sizes, starts = _local_range(self.role.state_shape(self._shape), self.mesh, self._state_placements)
-        local: Tensor = value[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
-        return local
+        return _part_of(value, self.mesh, self._state_placements)
+
+    def as_parameter(self, local: Tensor) -> Tensor:
+        tensor: Tensor = _dtensor(local, self.mesh, self._placements, self._shape)
+        return tensor
+
+    def load_parameter(self, value: Any) -> Tensor:
+        return _part_of(value, self.mesh, self._placements)
 
     def total(self, numbers: Tensor) -> Tensor:
         return Reduction(self.mesh, self.parting)(numbers)
@@ -328,6 +336,17 @@ def _local_range(shape: Iterable[int], mesh: Mesh, placements: tuple[Any, ...]) 
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+
+
+def _part_of(value: Any, mesh: Mesh, placements: tuple[Any, ...]) -> Tensor:
+    """Return this process's part of a tensor, which may be plain or sharded in another way."""
+    if is_sharded(value):
+        if value.device_mesh != mesh:
+            return _part_of(value.full_tensor(), mesh, placements)
+        return local_of(value.redistribute(placements=placements))
+    sizes, starts = _local_range(value.shape, mesh, placements)
+    local: Tensor = value[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]
+    return local
 
 
 def _sharers(tensors: Iterable[Any]) -> dict[Reduction, list[int]]:

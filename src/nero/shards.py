@@ -45,7 +45,11 @@ class Shard:
         dtype = statistics_dtype(parameter.dtype)
         for key in _STATISTICS & state.keys():
             state[key] = state[key].to(dtype)  # itself, unless the parameter was cast since its last step
+        if "momentum_buffer" in state:
+            state["momentum_buffer"] = state["momentum_buffer"].to(parameter.dtype)
         self.state = {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        if "momentum_buffer" in state and not self.sharding.is_cut:
+            self.state["momentum_buffer"] = self.sharding.view(self.state["momentum_buffer"])
 
     def take_gradient(self, grad: Any) -> None:
         """Take the local part of a gradient. Redistribute the gradient if it is sharded unlike the parameter."""

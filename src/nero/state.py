@@ -1,4 +1,4 @@
-"""The state of a parameter: its step, its running average, the radius of neurons, and the scale of gains and biases."""
+"""The state of a parameter: step, running average, radius of neurons, scale of gains and biases, momentum buffer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +38,25 @@ def initial_state(
         size = sharding.mean(parameter.to(dtype).abs())
         # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
         state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
+    match_momentum(parameter, role, state, options["momentum"])
     return state
+
+
+@torch.inference_mode(False)  # as above
+@torch.no_grad()
+def match_momentum(parameter: Tensor, role: Role, state: dict[str, Any], momentum: float) -> bool:
+    """Add a momentum buffer of zeros if there is momentum and no buffer; drop the buffer if there is no momentum.
+
+    Returns:
+        Whether a buffer was added.
+    """
+    if not momentum:
+        state.pop("momentum_buffer", None)
+        return False
+    if "momentum_buffer" in state:
+        return False
+    state["momentum_buffer"] = sharding_of(parameter, role).as_parameter(torch.zeros_like(local_of(parameter)))
+    return True
 
 
 def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_norm: FixNorm) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import nero
 from nero import rule
 from nero.backends import plan
+from nero.backends.available import has_momentum
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,7 +38,7 @@ def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
         reference.step(grad)
         if role.kind == "neuron":
             radius = torch.tensor(reference.radii, dtype=dtype).reshape(average.shape)
-            weights, average, skipped_now = rule.turn(
+            weights, average, skipped_now, _ = rule.turn(
                 weights,
                 role.view(grad),
                 average,
@@ -52,7 +53,7 @@ def test_rule_agrees_with_oracle(case: Case, dtype: torch.dtype):
                 radius=radius,
             )
         else:
-            weights, average, skipped_now = rule.nudge(
+            weights, average, skipped_now, _ = rule.nudge(
                 weights,
                 grad,
                 average,
@@ -179,11 +180,14 @@ def test_step_bumps_version_counters_and_leaves_gradients(backend: str):
     assert all(torch.equal(p.grad, before) for p, before in zip(model.parameters(), grads, strict=True))
 
 
-def test_compiled_backend_steps_ordinary_tensors_itself(backend: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_compiled_backend_steps_ordinary_tensors_itself(backend: str, momentum: float, monkeypatch: pytest.MonkeyPatch):
     if backend in ("eager", "foreach"):
         pytest.skip("foreach and eager have no fallback to detect")
+    if momentum and not has_momentum(backend):
+        pytest.skip("the backend leaves momentum to foreach")
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(6, 5))
-    optimiser = nero.Nero(model, backend=backend)
+    optimiser = nero.Nero(model, backend=backend, momentum=momentum)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     passed_on = []

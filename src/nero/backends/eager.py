@@ -25,6 +25,8 @@ def finish(job: Job, settings: Settings) -> None:
     update = apply_rule(job, settings)
     job.parameter.copy_(rounded(update.parameter, job.parameter.dtype, settings.rounding, settings.generator))
     job.state["grad_norm"].copy_(update.grad_norm)
+    if job.buffer is not None and update.momentum_buffer is not None:
+        job.buffer.copy_(rounded(update.momentum_buffer, job.buffer.dtype, settings.rounding, settings.generator))
     _count(job, update.skipped)
 
 

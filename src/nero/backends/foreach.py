@@ -64,20 +64,26 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             if settings.scale is None
             else settings.scale,
             pull=pull,
+            momentum=_momentum(batch, settings),
         )
         averages, parameters = [state["grad_norm"] for state in states], [job.parameter for job in batch]
-        torch._foreach_copy_(
-            parameters,
-            shaped(
-                rounded(update.parameter, own, settings.rounding, settings.generator).split_with_sizes(sizes),
-                parameters,
-            ),
-        )
+        targets = [(parameters, update.parameter)]
+        if update.momentum_buffer is not None:
+            targets.append(([job.buffer for job in batch if job.buffer is not None], update.momentum_buffer))
+        for tensors, values in targets:
+            parts = rounded(values, own, settings.rounding, settings.generator).split_with_sizes(sizes)
+            torch._foreach_copy_(tensors, shaped(parts, tensors))
         torch._foreach_copy_(averages, shaped(update.grad_norm.split_with_sizes(sizes), averages))
         if device.type != "cpu" or bool(update.skipped.any()):  # elsewhere reading the mask would wait
             skipped = torch.zeros(len(batch), dtype=torch.int64, device=device)
             skipped.index_add_(0, owner, update.skipped.long())
             torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
+
+
+def _momentum(jobs: Sequence[Job], settings: Settings) -> rule.Momentum | None:
+    """Return the momentum of gains and biases as one vector; ``None`` without momentum."""
+    buffers = [flat(job.buffer) for job in jobs if job.buffer is not None]
+    return rule.Momentum(torch.cat(buffers), settings.momentum, settings.kept_by_step) if buffers else None
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
@@ -107,13 +113,17 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     }
     if "radius" in states[0]:
         stacked["radius"] = torch.stack([state["radius"] for state in states])
-    weights = [job.parameter for job in jobs]
+    weights, buffers = [job.parameter for job in jobs], [job.buffer for job in jobs if job.buffer is not None]
     axes = tuple(axis + 1 for axis in jobs[0].axes)
-    job = Job(torch.stack(weights), torch.stack([job.grad for job in jobs]), stacked, axes, 0.0)
+    buffer = torch.stack(buffers) if buffers else None
+    job = Job(torch.stack(weights), torch.stack([job.grad for job in jobs]), stacked, axes, 0.0, buffer)
     update = apply_rule(job, settings)
-    torch._foreach_copy_(
-        weights, list(rounded(update.parameter, weights[0].dtype, settings.rounding, settings.generator).unbind())
-    )
+    targets = [(weights, update.parameter)]
+    if update.momentum_buffer is not None:
+        targets.append((buffers, update.momentum_buffer))
+    for tensors, values in targets:
+        parts = rounded(values, tensors[0].dtype, settings.rounding, settings.generator)
+        torch._foreach_copy_(tensors, list(parts.unbind()))
     torch._foreach_copy_([state["grad_norm"] for state in states], list(update.grad_norm.unbind()))
     skipped = update.skipped.flatten(1).sum(1)
     torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))

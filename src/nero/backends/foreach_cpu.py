@@ -35,7 +35,10 @@ MAX_ANGLE_RAD = 0.5
 
 
 class _Matrix(NamedTuple):
-    """Weights as a matrix whose neurons run along one axis; or several such matrices, concatenated."""
+    """Weights as a matrix whose neurons run along one axis; or several such matrices, concatenated.
+
+    ``grad`` is the direction of the step, which with momentum is not the gradient of the job.
+    """
 
     weight: Tensor
     grad: Tensor
@@ -50,8 +53,11 @@ class _Matrix(NamedTuple):
         if self.job is None:
             _turn_matrices(self.parts, axis, step, settings)
             return
-        own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
-        eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
+        if self.job.buffer is not None:
+            eager.finish(self.job, settings)
+        else:
+            own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
+            eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
         _views[self.job.state["grad_norm"]].version = None
 
 
@@ -71,8 +77,13 @@ def _turn(jobs: Sequence[Job], settings: Settings) -> None:
         if matrix is None:
             eager.finish(job, settings)
         else:
-            kind = (float(job.state["step"]), _views[job.state["grad_norm"]].axis, matrix.average.dtype)
-            by_kind.setdefault(kind, []).append(matrix)
+            step, axis = float(job.state["step"]), _views[job.state["grad_norm"]].axis
+            if job.buffer is not None and matrix.weight.numel() > MAX_SMALL_ELEMENTS:
+                _turn_matrices(
+                    [matrix], axis, step, settings
+                )  # at once, to free the direction, as large as the weights
+            else:
+                by_kind.setdefault((step, axis, matrix.average.dtype), []).append(matrix)
     for (step, axis, _), matrices in by_kind.items():
         _turn_matrices(list(_concatenated(matrices, 1 - axis)), axis, step, settings)
 
@@ -83,7 +94,10 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
     lr, dtype = float(settings.angle), averages[0].dtype
     if not 0 < abs(lr) < 1 or any(job.pull or job.parameter.dtype != dtype for job in jobs):
         return False
-    grad = torch.cat([flat(job.grad) for job in jobs]).to(dtype)
+    own_grad = torch.cat([flat(job.grad) for job in jobs]).to(dtype)
+    buffers = [job.buffer for job in jobs if job.buffer is not None]
+    buffer = torch.cat([flat(each) for each in buffers]) if buffers else None
+    grad = own_grad if buffer is None else torch.lerp(buffer, own_grad, 1 - settings.kept_by_step)
     before = torch.cat([flat(average) for average in averages])
     average = before.square_().mul_(settings.beta).addcmul_(grad, grad, value=1 - settings.beta).sqrt_()
     scales = (
@@ -100,6 +114,9 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
     units = shaped(grad.div_(_bounded(average, grad, correction, settings)).split_with_sizes(sizes), parameters)
     torch._foreach_addcmul_(parameters, units, list(scales.expand(len(jobs)).unbind()), value=-lr * correction)
     torch._foreach_copy_(averages, shaped(average.split_with_sizes(sizes), averages))
+    if buffer is not None:
+        buffer.lerp_(own_grad, 1 - settings.momentum)
+        torch._foreach_copy_(buffers, shaped(buffer.split_with_sizes(sizes), buffers))
     return True
 
 
@@ -179,11 +196,12 @@ def _matrix(job: Job, settings: Settings) -> _Matrix | None:
         known.constraints = constraints
     if known.off is not None and bool(known.off.all()):
         return None
+    grad = job.grad if job.buffer is None else torch.lerp(job.buffer, job.grad, 1 - settings.kept_by_step)
     if known.order is None:
-        return _Matrix(known.weight, job.grad, average, radius, known.off, job)
+        return _Matrix(known.weight, grad, average, radius, known.off, job)
     return _Matrix(
         known.weight,
-        job.grad.permute(known.order).reshape(known.weight.shape),
+        grad.permute(known.order).reshape(known.weight.shape),
         average.view(-1, 1),
         None if radius is None else radius.view(-1, 1),
         None if known.off is None else known.off.view(-1, 1),
@@ -262,8 +280,11 @@ def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings
     counts = [matrix.average.shape[across] for matrix in single]
     torch._foreach_copy_([matrix.average for matrix in single], list(_split(turns.average, counts, across)))
     for matrix in single:
-        assert matrix.job is not None
-        _views[matrix.job.state["grad_norm"]].version = matrix.job.parameter._version
+        job = matrix.job
+        assert job is not None
+        if job.buffer is not None:  # all gradients are finite
+            job.buffer.lerp_(job.grad, 1 - settings.momentum)
+        _views[job.state["grad_norm"]].version = job.parameter._version
 
 
 def _measure(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings, scratch: Tensor) -> _Turns:

@@ -14,7 +14,7 @@ from nero.roles import Role
 from nero.rule import Number, statistics_dtype
 from nero.scalars import as_float
 
-#: The state of a parameter, with dtypes; None for that of its statistics.
+#: The state of a parameter but its momentum buffer, with dtypes; None for that of its statistics.
 STATE_DTYPES = {"grad_norm": None, "scale": None, "radius": None, "step": torch.float32, "skipped": torch.int64}
 
 
@@ -93,13 +93,15 @@ class Job(NamedTuple):
     - compute what :func:`apply_rule` computes, in the dtype of ``grad_norm`` or a wider one;
     - round once, as ``nero.rounding`` does;
     - add one to ``step``, and the number of neurons or elements with a non-finite gradient to ``skipped``;
-    - leave the value and ``grad_norm`` of those unchanged, and the value of all that have a zero gradient or ``lr=0``;
+    - leave the value, ``grad_norm`` and ``buffer`` of those unchanged;
+    - leave the value of all that have a zero gradient, and a zero ``buffer`` if any, or ``lr=0``;
     - check the state by :func:`has_expected_state` and ``parameter.is_neg()``, if it works on addresses;
     - never write to the gradient, which may have another dtype and other strides, be sparse or be a negated view;
     - bump the parameter's version counter, if torch does not see the write;
     - leave sparse gradients and tensor subclasses to :mod:`nero.backends.foreach`.
 
-    ``pull`` is the group's ``gain_penalty``, signed, or 0 for a parameter that is not a gain.
+    ``pull`` is the group's ``gain_penalty``, signed, or 0 for a parameter that is not a gain. ``buffer`` is m, with the
+    axes of ``parameter``, or ``None`` without momentum.
     """
 
     parameter: Tensor
@@ -107,6 +109,11 @@ class Job(NamedTuple):
     state: dict[str, Tensor]
     axes: tuple[int, ...]
     pull: float
+    buffer: Tensor | None = None
+
+    def momentum(self, settings: "Settings") -> rule.Momentum | None:
+        """Return the momentum of the step; ``None`` if there is none."""
+        return None if self.buffer is None else rule.Momentum(self.buffer, settings.momentum, settings.kept_by_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +127,8 @@ class Settings:
     scale: float | None
     rounding: Rounding
     longest: float
+    momentum: float = 0.0
+    kept_by_step: float = 0.0  # see rule.Momentum
     generator: torch.Generator | None = None  # of the noise in stochastic rounding
 
 
@@ -127,6 +136,7 @@ def settings_of(options: Mapping[str, Any], generator: torch.Generator | None = 
     """Read the settings of a group from its options."""
     lr, divisor = rate_and_divisor(options)
     lr = lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+    momentum = as_float(options["momentum"])
     return Settings(
         angle=lr if divisor == 1 else lr / divisor,
         beta=options["beta"],
@@ -135,6 +145,8 @@ def settings_of(options: Mapping[str, Any], generator: torch.Generator | None = 
         scale=options["scale"],
         rounding=options["rounding"],
         longest=as_float(options["longest_step"]),
+        momentum=momentum,
+        kept_by_step=momentum**2 if options["nesterov"] else momentum,
         generator=generator,
     )
 
@@ -164,7 +176,14 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
         grad = role.view(grad.to_dense() if grad.is_sparse else grad)
     pull = -options["gain_penalty"] if options["maximize"] else options["gain_penalty"]
     parameter = role.view(member.parameter) if member.cut is None else member.parameter
-    return Job(parameter, grad, state, role.axes, pull if role.kind == "gain" else 0.0)
+    buffer = None
+    if options["momentum"]:
+        buffer = state["momentum_buffer"]
+        if buffer.dtype != parameter.dtype:
+            buffer = state["momentum_buffer"] = buffer.to(parameter.dtype)
+        buffer = role.view(buffer) if member.cut is None else buffer
+        grad = grad.to_dense() if grad.is_sparse else grad  # momentum moves all rows
+    return Job(parameter, grad, state, role.axes, pull if role.kind == "gain" else 0.0, buffer)
 
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:
@@ -182,6 +201,7 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
             scale=scale,
             longest=longest,
             pull=job.pull,
+            momentum=job.momentum(settings),
         )
     return rule.turn(
         job.parameter,
@@ -196,6 +216,7 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
         fix_norm=bool(settings.fix_norm),
         scale=settings.scale,
         radius=state.get("radius", 1.0),
+        momentum=job.momentum(settings),
     )
 
 

@@ -7,13 +7,12 @@ neuron, a turn that cancels the weights), the neuron is turned in float64, as th
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
+from nero.backends.numba.tasks import compiled, compiled_vector, fetch, pointer
 from nero.rule import SCALE_AT_ORIGIN
 
 #: Elements summed in the weights' own precision; the sums of blocks are added in float64.
@@ -24,44 +23,6 @@ MAX_COLUMNS = 3072
 SUMS_PITCH = MAX_COLUMNS + 16
 #: The least share of a neuron's square that the turn must leave for the sums to be precise.
 MIN_LEFT = 0.1
-
-SETTINGS = np.dtype(
-    [
-        *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "eps", "low", "largest")),
-        *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
-    ]
-)
-
-
-class Cut(NamedTuple):
-    """The layout of a tensor's neurons, in elements from its start, and how many of them make a piece of work.
-
-    Neuron i starts at ``i // inner * outer_stride + i % inner * inner_stride``, and has ``segments`` runs of
-    ``run`` contiguous elements. Gains have no runs.
-    """
-
-    neurons: int
-    inner: int
-    outer_stride: int
-    inner_stride: int
-    segments: int
-    segment_stride: int
-    run: int
-    each: int
-
-
-TASK = np.dtype(
-    [
-        *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
-        ("size", np.int64),  # the address of the radii of neurons, or of the scale of gains; 0 if settings has it
-        *((name, np.int64) for name in Cut._fields),
-        ("pull", np.float64),
-    ]
-)
-
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
-# sums in any order are vectorised; NaN and infinity keep their meaning
-compiled_vector = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 
 
 class Sums(NamedTuple):
@@ -84,41 +45,47 @@ class Turn(NamedTuple):
     shift: float
 
 
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:  # noqa: ARG001
-    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
-    """Read the number at an address and increment it, atomically."""
-
-    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        number = context.get_value_type(types.int64)
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], number.as_pointer()), number(1), "seq_cst")
-
-    return types.int64(types.int64), generate
+@compiled
+def _array(address, start, size, like):
+    return numba.carray(pointer(address + start * like.itemsize), (size,), like.dtype)
 
 
 @compiled
-def _array(address, start, size, like):
-    return numba.carray(_pointer(address + start * like.itemsize), (size,), like.dtype)
+def _direction(task, at, size, settings, like, scratch):
+    """Return the direction of the step at some elements: the gradient or, with momentum, a part of ``scratch``."""
+    grads = _array(task.grad, at, size, like)
+    if task.buffer == 0:
+        return grads
+    rounded, kept, direction = like.dtype.type, settings.kept_by_step, scratch[:size]
+    _mix(direction, _array(task.buffer, at, size, like), grads, rounded(kept), rounded(1 - kept))
+    return direction
+
+
+@compiled
+def _advance(task, at, size, settings, like):
+    """Update the momentum of some elements, if there is any."""
+    if task.buffer != 0:
+        rounded, kept, buffer = like.dtype.type, settings.momentum, _array(task.buffer, at, size, like)
+        _mix(buffer, buffer, _array(task.grad, at, size, like), rounded(kept), rounded(1 - kept))
+
+
+@compiled_vector
+def _mix(mixed, buffer, grads, kept, new):
+    for i in range(grads.size):
+        mixed[i] = kept * buffer[i] + new * grads[i]
 
 
 @compiled
 def do_pieces(tasks, ends, skipped, counter, settings, like):
     """Take pieces of work until none is left."""
     while True:
-        piece = _fetch(counter)
+        piece = fetch(counter)
         if piece >= ends[-1]:
             return
         number = np.searchsorted(ends, piece, side="right")
         task = tasks[number]
         part = piece - (ends[number - 1] if number else 0)
-        step = numba.carray(_pointer(task.step), (1,), np.float32)[0] + np.float32(1)
+        step = numba.carray(pointer(task.step), (1,), np.float32)[0] + np.float32(1)
         correction = math.sqrt(-math.expm1(step * settings[0].log_beta))
         if task.run == 1 and task.inner_stride == 1:
             lots = -(-task.inner // task.each)
@@ -138,8 +105,8 @@ def count(tasks, ends, skipped):
     """Count every task's step, and its skipped neurons."""
     first = 0
     for number in range(len(tasks)):
-        numba.carray(_pointer(tasks[number].step), (1,), np.float32)[0] += 1
-        total = numba.carray(_pointer(tasks[number].skipped), (1,), np.int64)
+        numba.carray(pointer(tasks[number].step), (1,), np.float32)[0] += 1
+        total = numba.carray(pointer(tasks[number].skipped), (1,), np.int64)
         for piece in range(first, ends[number]):
             total[0] += skipped[piece]
         first = ends[number]
@@ -150,11 +117,18 @@ def _nudge(task, first, last, correction, settings, like):
     gains = _array(task.weight, first, last - first, like)
     grads = _array(task.grad, first, last - first, like)
     averages = _array(task.average, first, last - first, like)
+    buffers = _array(task.buffer if task.buffer != 0 else task.grad, first, last - first, like)
+    kept, kept_by_step = settings.momentum, settings.kept_by_step
     reach = settings.lr * (_array(task.size, 0, 1, like)[0] if task.size else settings.scale)
     least, skipped = settings.least, 0
     for i in range(gains.size):
         b = np.float64(gains[i])
         g = grads[i] + task.pull * (b - 1) if task.pull != 0 else np.float64(grads[i])
+        if task.buffer != 0:
+            own_grad, m = g, np.float64(buffers[i])
+            g = kept_by_step * m + (1 - kept_by_step) * own_grad
+            if abs(g) <= settings.largest:
+                buffers[i] = kept * m + (1 - kept) * own_grad
         if not abs(g) <= settings.largest:
             skipped += 1
             continue
@@ -177,6 +151,9 @@ def _turn_rows(task, first, last, correction, settings, like):
     rounded = like.dtype.type
     stretch, along, shift = rounded(0), rounded(0), rounded(0)
     waiting, before, skipped = False, 0, 0
+    block_elements = BLOCK_ELEMENTS if task.buffer != 0 else task.run
+    scratch = np.empty(2 * BLOCK_ELEMENTS if task.buffer != 0 else 0, like.dtype)
+    scratch_before = scratch[BLOCK_ELEMENTS:]
     for neuron in range(first, last):
         start = _start(task, neuron)
         w, g, ww, gg, wg = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -184,11 +161,12 @@ def _turn_rows(task, first, last, correction, settings, like):
             for begin in range(0, task.run, BLOCK_ELEMENTS):
                 size, offset = min(BLOCK_ELEMENTS, task.run - begin), segment * task.segment_stride + begin
                 weights = _array(task.weight, start + offset, size, like)
-                grads = _array(task.grad, start + offset, size, like)
+                grads = _direction(task, start + offset, size, settings, like, scratch)
                 if waiting:
                     weights_before = _array(task.weight, before + offset, size, like)
-                    grads_before = _array(task.grad, before + offset, size, like)
+                    grads_before = _direction(task, before + offset, size, settings, like, scratch_before)
                     block = _write_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads)
+                    _advance(task, before + offset, size, settings, like)
                 else:
                     block = _sum(weights, grads)
                 w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
@@ -201,8 +179,11 @@ def _turn_rows(task, first, last, correction, settings, like):
         else:
             skipped += _turn_in_float64(task, neuron, correction, settings, like)
     for segment in range(task.segments if waiting else 0):
-        at = before + segment * task.segment_stride
-        _write(_array(task.weight, at, task.run, like), _array(task.grad, at, task.run, like), stretch, along, shift)
+        for begin in range(0, task.run, block_elements):
+            size, at = min(block_elements, task.run - begin), before + segment * task.segment_stride + begin
+            grads = _direction(task, at, size, settings, like, scratch)
+            _write(_array(task.weight, at, size, like), grads, stretch, along, shift)
+            _advance(task, at, size, settings, like)
     return skipped
 
 
@@ -243,11 +224,13 @@ def _turn_columns(task, first, last, correction, settings, like):
     averages = _array(task.average, 0, task.neurons, like)
     start, width = _start(task, first), last - first
     sums, block = np.zeros(5 * SUMS_PITCH), np.empty(5 * SUMS_PITCH, like.dtype)
+    scratch = np.empty(width if task.buffer != 0 else 0, like.dtype)
     for begin in range(0, task.segments, BLOCK_ELEMENTS):
         block[:] = 0
         for row in range(begin, min(begin + BLOCK_ELEMENTS, task.segments)):
             at = start + row * task.segment_stride
-            _sum_down(_array(task.weight, at, width, like), _array(task.grad, at, width, like), block)
+            grads = _direction(task, at, width, settings, like, scratch)
+            _sum_down(_array(task.weight, at, width, like), grads, block)
         sums += block
 
     turns, odd, count = block, np.empty(width + 1, np.int64), 0
@@ -269,7 +252,9 @@ def _turn_columns(task, first, last, correction, settings, like):
         begin, at = 0, start + row * task.segment_stride
         for end in odd[: count + 1]:  # write the columns between two that need float64
             weights = _array(task.weight, at + begin, end - begin, like)
-            _write_down(weights, _array(task.grad, at + begin, end - begin, like), turns[begin:])
+            grads = _direction(task, at + begin, end - begin, settings, like, scratch)
+            _write_down(weights, grads, turns[begin:])
+            _advance(task, at + begin, end - begin, settings, like)
             begin = end + 1
     skipped = 0
     for i in odd[:count]:
@@ -333,13 +318,18 @@ def _turn(sums, task, average, radius, correction, settings):
 def _turn_in_float64(task, neuron, correction, settings, like):
     """Apply the rule to one neuron in float64; return whether it was skipped."""
     fan_in, start, average = task.segments * task.run, _start(task, neuron), _array(task.average, neuron, 1, like)
-    if _is_zero(task, start, like):  # dead units, of which some networks have many
+    is_idle = task.buffer == 0 or _is_zero(task, task.buffer, start, like)
+    if is_idle and _is_zero(task, task.grad, start, like):  # dead units, of which some networks have many
         average[0] = _root(average[0], 0.0, settings)
         return 0
     g = _gather(task, task.grad, start, like)
+    if task.buffer != 0:
+        g = settings.kept_by_step * _gather(task, task.buffer, start, like) + (1 - settings.kept_by_step) * g
     rounded, length = like.dtype.type, _norm(g)
     if not length <= settings.largest:
         return 1
+    for segment in range(task.segments):
+        _advance(task, start + segment * task.segment_stride, task.run, settings, like)
     average[0] = _root(average[0], rounded(length), settings)
     corrected = average[0] / correction
     if not (length > 0 and corrected > 0 and settings.lr != 0):
@@ -383,9 +373,9 @@ def _turn_in_float64(task, neuron, correction, settings, like):
 
 
 @compiled
-def _is_zero(task, start, like):
+def _is_zero(task, address, start, like):
     for segment in range(task.segments):
-        if _sum_of_sizes(_array(task.grad, start + segment * task.segment_stride, task.run, like)) != 0:
+        if _sum_of_sizes(_array(address, start + segment * task.segment_stride, task.run, like)) != 0:
             return False
     return True
 

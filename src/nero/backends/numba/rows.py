@@ -1,6 +1,7 @@
 """Compiled loops for neurons that are cut: their local sums, and the turn."""
 
-from nero.backends.numba.loops import BLOCK_ELEMENTS, _sum, _write, compiled
+from nero.backends.numba.loops import BLOCK_ELEMENTS, _sum, _write
+from nero.backends.numba.tasks import compiled
 
 
 @compiled

@@ -21,7 +21,8 @@ from nero.backends import foreach
 from nero.backends.job import Job, Settings, has_expected_state
 from nero.backends.layout import layout_of
 from nero.backends.numba import loops
-from nero.backends.numba.loops import MAX_COLUMNS, SETTINGS, TASK, Cut
+from nero.backends.numba.loops import MAX_COLUMNS
+from nero.backends.numba.tasks import SETTINGS, TASK, Cut
 
 #: Elements per piece: enough to make fetching it cheap, few enough to share the work evenly.
 PIECE_ELEMENTS = 1 << 16
@@ -48,7 +49,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
     works = {torch.float32: Work(), torch.float64: Work()}
     is_scaled = settings.scale is not None
     for job in jobs:
-        weight, grad, state, axes, pull = job
+        weight, grad, state, axes, pull, buffer = job
         work, stride = works.get(weight.dtype), weight.stride()
         # the address of a subclass is not that of its elements
         is_plain = type(weight) in (Parameter, Tensor) and weight.is_cpu and grad.layout is torch.strided
@@ -61,6 +62,9 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         ):
             rest.append(job)
             continue
+        if buffer is not None and not (type(buffer) is Tensor and buffer.is_cpu and buffer.stride() == stride):
+            rest.append(job)
+            continue
         cut, pieces = found
         if grad.dtype != weight.dtype or grad.stride() != stride or grad.is_neg():
             grad = torch.empty_strided(weight.shape, stride, dtype=weight.dtype).copy_(grad)
@@ -70,7 +74,8 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         elif not axes and not is_scaled:
             size = state["scale"].data_ptr()
         counts = state["grad_norm"].data_ptr(), state["step"].data_ptr(), state["skipped"].data_ptr()
-        work.tasks.append((weight.data_ptr(), grad.data_ptr(), *counts, size, *cut, pull))
+        others = size, 0 if buffer is None else buffer.data_ptr()
+        work.tasks.append((weight.data_ptr(), grad.data_ptr(), *counts, *others, *cut, pull))
         work.weights.append(weight)
         work.grads.append(grad)
         work.pieces += pieces
@@ -142,5 +147,6 @@ def _settings_array(settings: Settings, dtype: torch.dtype) -> Any:
     info = torch.finfo(dtype)
     log_beta = math.log(settings.beta) if settings.beta else -math.inf
     options = float(settings.angle), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
+    kept = settings.momentum, settings.kept_by_step
     limits = info.eps, RANGE_MARGIN * info.tiny, info.max
-    return np.array([(*options, *limits, settings.fix_mean, bool(settings.fix_norm))], SETTINGS)
+    return np.array([(*options, *kept, *limits, settings.fix_mean, bool(settings.fix_norm))], SETTINGS)

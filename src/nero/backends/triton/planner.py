@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nero.backends.available import check_backend, triton_works, why_not_triton
+from nero.backends.available import check_backend, has_momentum, triton_works, why_not_triton
 from nero.backends.job import Group, Member, has_expected_state, job_of, rate_and_divisor, settings_of
 from nero.backends.layout import layout_of
 from nero.backends.triton.sweep import Sweep
@@ -85,6 +85,8 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
     """
     parameter = member.parameter
     is_chosen = options["backend"] == "triton"
+    if options["momentum"] and not has_momentum("triton"):
+        return None
     if not parameter.numel() or not (
         is_chosen or (options["backend"] == "auto" and parameter.is_cuda and triton_works(parameter.device))
     ):

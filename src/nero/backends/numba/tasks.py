@@ -1,0 +1,69 @@
+"""What the compiled loops read: settings, tasks, and memory at the addresses of tasks."""
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+SETTINGS = np.dtype(
+    [
+        *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "momentum", "kept_by_step")),
+        *((name, np.float64) for name in ("eps", "low", "largest")),
+        *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
+    ]
+)
+
+
+class Cut(NamedTuple):
+    """The layout of a tensor's neurons, in elements from its start, and how many of them make a piece of work.
+
+    Neuron i starts at ``i // inner * outer_stride + i % inner * inner_stride``, and has ``segments`` runs of
+    ``run`` contiguous elements. Gains have no runs.
+    """
+
+    neurons: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+    segments: int
+    segment_stride: int
+    run: int
+    each: int
+
+
+TASK = np.dtype(
+    [
+        *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
+        ("size", np.int64),  # the address of the radii of neurons, or of the scale of gains; 0 if settings has it
+        ("buffer", np.int64),  # the address of the momentum buffer; 0 without momentum
+        *((name, np.int64) for name in Cut._fields),
+        ("pull", np.float64),
+    ]
+)
+
+compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+# sums in any order are vectorised; NaN and infinity keep their meaning
+compiled_vector = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+
+
+@intrinsic
+def pointer(context: Any, address: Any) -> Any:  # noqa: ARG001
+    """Convert an address to a pointer."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
+    """Read the number at an address and increment it, atomically."""
+
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        number = context.get_value_type(types.int64)
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], number.as_pointer()), number(1), "seq_cst")
+
+    return types.int64(types.int64), generate

@@ -1,0 +1,44 @@
+"""Options that users and schedulers set on groups between steps."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from nero import backends
+from nero.groups import check_roles, name_of
+from nero.options import OPTIONS, check_lr, check_option, check_options
+from nero.roles import Role
+
+#: Options that schedulers change at every step.
+SCHEDULED = ("lr", "momentum")
+
+_others = itemgetter(*(name for name in OPTIONS if name not in SCHEDULED))
+
+
+class OptionChanges:
+    """The options of all groups at the last step."""
+
+    def __init__(self) -> None:
+        self._options: list[Any] = []
+
+    def check(self, groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, Role]) -> bool:
+        """Validate options that have changed; return whether the step must be planned anew."""
+        for group in groups:
+            check_lr(group["lr"], wait=False)
+            check_option("momentum", group["momentum"])
+        # momentum adds or drops buffers, but its value may change at each step
+        options = [*chain.from_iterable(map(_others, groups)), *(bool(group["momentum"]) for group in groups)]
+        # by identity: 1 equals True, but is not a valid option
+        if len(options) == len(self._options) and all(map(is_, options, self._options)):
+            return False
+        for group in groups:
+            check_options(group, wait=False)
+            check_roles(groups, group, roles)
+            if group["params"]:
+                backends.check_backend(group["backend"], name_of(groups, group, 0))
+        has_changed = options != self._options
+        self._options = options
+        return has_changed

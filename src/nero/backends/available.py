@@ -89,11 +89,6 @@ def why_not_triton(tensor: Tensor) -> str | None:
     return None
 
 
-def has_momentum(backend: str) -> bool:
-    """Return whether a backend steps parameters with momentum itself; if not, foreach does."""
-    return backend != "triton"
-
-
 def check_backend(backend: str, name: str, *tensors: Tensor) -> None:
     """Raise if a backend chosen by name cannot step a parameter.
 

@@ -132,11 +132,37 @@ class Settings:
     generator: torch.Generator | None = None  # of the noise in stochastic rounding
 
 
+class Rates(NamedTuple):
+    """The options of a group that schedulers change at every step.
+
+    Attributes:
+        lr: the learning rate, which may be a tensor on a device.
+        divisor: of the learning rate: the depth, negative to ascend.
+        momentum: μ.
+        kept_by_step: see :class:`nero.rule.Momentum`.
+    """
+
+    lr: Number
+    divisor: float
+    momentum: float
+    kept_by_step: float
+
+
+def rates_of(options: Mapping[str, Any]) -> Rates:
+    """Read the rates of a group from its options."""
+    momentum = as_float(options["momentum"])
+    return Rates(
+        options["lr"],
+        -float(options["depth"]) if options["maximize"] else float(options["depth"]),
+        momentum,
+        momentum**2 if options["nesterov"] else momentum,
+    )
+
+
 def settings_of(options: Mapping[str, Any], generator: torch.Generator | None = None) -> Settings:
     """Read the settings of a group from its options."""
-    lr, divisor = rate_and_divisor(options)
+    lr, divisor, momentum, kept_by_step = rates_of(options)
     lr = lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
-    momentum = as_float(options["momentum"])
     return Settings(
         angle=lr if divisor == 1 else lr / divisor,
         beta=options["beta"],
@@ -146,14 +172,9 @@ def settings_of(options: Mapping[str, Any], generator: torch.Generator | None = 
         rounding=options["rounding"],
         longest=as_float(options["longest_step"]),
         momentum=momentum,
-        kept_by_step=momentum**2 if options["nesterov"] else momentum,
+        kept_by_step=kept_by_step,
         generator=generator,
     )
-
-
-def rate_and_divisor(options: Mapping[str, Any]) -> tuple[Number, float]:
-    """Return the learning rate, which may be a tensor on a device, and its divisor: the depth, negative to ascend."""
-    return options["lr"], -float(options["depth"]) if options["maximize"] else float(options["depth"])
 
 
 def jobs_of(group: Group) -> list[Job]:
@@ -229,3 +250,13 @@ def has_expected_state(job: Job) -> bool:
         ):
             return False
     return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Reshape to a vector."""
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def shaped(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """View vectors in the shapes of other tensors."""
+    return [part if other.dim() == 1 else part.view(other.shape) for part, other in zip(parts, like, strict=True)]

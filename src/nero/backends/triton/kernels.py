@@ -6,9 +6,12 @@ values are extreme or cancel, and for neurons that are split, the sums are float
 of any float32.
 
 A *record* is a row of int64s about one tensor: addresses, layout and constants (floats by their bits).
-``changing`` holds what may change between steps: the address of each gradient, 0 for none, then three words
-per group about its learning rate (see :func:`count`). ``step_sizes`` holds two numbers per tensor that
-:func:`count` computes from it. A *tile* is the work of one program; ``owners`` maps programs to records.
+``changing`` holds what may change between steps: the address of each gradient, 0 for none, then five words
+per group about its learning rate and momentum (see :func:`count`). ``step_sizes`` holds four numbers per tensor
+that :func:`count` computes from it. A *tile* is the work of one program; ``owners`` maps programs to records.
+
+With momentum, the direction u takes the place of g: a mean of g and the buffer m, of which u keeps a share. The
+new m is a mean of the old m and u, so that g is not needed after u is known.
 """
 
 import triton
@@ -23,25 +26,26 @@ STEP = tl.constexpr(2)
 SKIPPED = tl.constexpr(3)
 SCALE = tl.constexpr(4)  # of gains and biases; 0 for none
 RADIUS = tl.constexpr(5)  # 0 if the radius is one; see nero.rule.turn for negative radii
-NEURONS = tl.constexpr(6)
-FAN_IN = tl.constexpr(7)
-INNER = tl.constexpr(8)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
-INNER_STRIDE = tl.constexpr(9)
-OUTER_STRIDE = tl.constexpr(10)
-RUN = tl.constexpr(11)  # its element k lies (k // RUN) * LEAP + (k % RUN) * STRIDE further
-STRIDE = tl.constexpr(12)
-LEAP = tl.constexpr(13)
-BETA = tl.constexpr(14)
-ONE_MINUS_BETA = tl.constexpr(15)  # given, since float32 cannot compute it from β
-LOG_BETA = tl.constexpr(16)
-LEAST_DIVISOR = tl.constexpr(17)  # 1 / longest_step, as a share of the gradient's norm; 0 for none
-GIVEN_SCALE = tl.constexpr(18)  # the group's scale; 0 for the tensor's own
-PULL = tl.constexpr(19)
-GROUP = tl.constexpr(20)
-SHAPE = tl.constexpr(21)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + is_aligned
-FIRST_TILE = tl.constexpr(22)
-SUMS = tl.constexpr(23)  # the index of the first sum of split neurons
-FIELDS = tl.constexpr(24)
+BUFFER = tl.constexpr(6)  # of momentum; 0 for none
+NEURONS = tl.constexpr(7)
+FAN_IN = tl.constexpr(8)
+INNER = tl.constexpr(9)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
+INNER_STRIDE = tl.constexpr(10)
+OUTER_STRIDE = tl.constexpr(11)
+RUN = tl.constexpr(12)  # its element k lies (k // RUN) * LEAP + (k % RUN) * STRIDE further
+STRIDE = tl.constexpr(13)
+LEAP = tl.constexpr(14)
+BETA = tl.constexpr(15)
+ONE_MINUS_BETA = tl.constexpr(16)  # given, since float32 cannot compute it from β
+LOG_BETA = tl.constexpr(17)
+LEAST_DIVISOR = tl.constexpr(18)  # 1 / longest_step, as a share of the gradient's norm; 0 for none
+GIVEN_SCALE = tl.constexpr(19)  # the group's scale; 0 for the tensor's own
+PULL = tl.constexpr(20)
+GROUP = tl.constexpr(21)
+SHAPE = tl.constexpr(22)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + is_aligned
+FIRST_TILE = tl.constexpr(23)
+SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
+FIELDS = tl.constexpr(25)
 
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 #: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
@@ -53,55 +57,77 @@ ORIGIN_SCALE = tl.constexpr(SCALE_AT_ORIGIN)
 GAIN_SHARE = tl.constexpr(8)
 #: Narrower neurons fill half of a tile.
 MIN_FULL_WIDTH = tl.constexpr(256)
+#: The words of a group in ``changing``.
+GROUP_WORDS = tl.constexpr(5)
+#: The numbers of a tensor in ``step_sizes``: η σ sqrt(1 - β^t), the least divisor, and the shares that u and the new m
+#: keep of the old m.
+SIZES = tl.constexpr(4)
+#: The buffer is rounded by the upper half of a random number, the weight by the lower half.
+BUFFER_SHIFT = tl.constexpr(16)
 
 
 @triton.jit
-def _float(record, field: tl.constexpr):
+def load_float(record, field: tl.constexpr):
+    """Load a float from its bits."""
     return tl.load(record + field).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def _pointer(record, field: tl.constexpr, dtype: tl.constexpr):
+def load_pointer(record, field: tl.constexpr, dtype: tl.constexpr):
+    """Load an address."""
     return tl.load(record + field).to(tl.pointer_type(dtype))
 
 
 @triton.jit
-def _offset(i, size, inner_stride, outer_stride):
+def offset_of(i, size, inner_stride, outer_stride):
     """Return the offset of item i in rows of rows; int32 division is several times faster than int64."""
     size = size.to(tl.int32)
     return (i // size).to(tl.int64) * outer_stride + (i % size).to(tl.int64) * inner_stride
 
 
 @triton.jit
-def _neuron_offset(record, i):
+def neuron_offset(record, i):
+    """Return the offset of neuron i."""
     inner_stride, outer_stride = tl.load(record + INNER_STRIDE), tl.load(record + OUTER_STRIDE)
-    return _offset(i, tl.load(record + INNER), inner_stride, outer_stride)
+    return offset_of(i, tl.load(record + INNER), inner_stride, outer_stride)
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr):
-    """Round to the dtype of the weights, as nero.rounding does."""
+def mean_of(old, new, share):
+    """Return a weighted mean; ``share`` is the weight of the old."""
+    return share.to(new.dtype) * old + (1 - share).to(new.dtype) * new
+
+
+@triton.jit
+def _drawn(noise, at, SHIFT: tl.constexpr):
+    drawn = tl.randint(noise, at)
+    return drawn >> SHIFT if SHIFT else drawn
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr, SHIFT: tl.constexpr = 0):
+    """Round to the dtype of the weights, as nero.rounding does; ``SHIFT`` selects bits of the noise."""
     x = x.to(tl.float32)
     if dtype != tl.float32:
         largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
         x = tl.where(tl.abs(x) <= MAX_FLOAT32, tl.minimum(tl.maximum(x, -largest), largest), x)
     bits = x.to(tl.int32, bitcast=True)
     if dtype == tl.bfloat16:  # also to nearest by hand, since Triton's interpreter rounds down
-        carry = (tl.randint(noise, at) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
+        carry = (_drawn(noise, at, SHIFT) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
         x = ((bits + carry) & -0x10000).to(tl.float32, bitcast=True)
     elif STOCHASTIC:
         exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is the exponent of 2**-24
         quantum = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        chance = (tl.randint(noise, at) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
+        chance = (_drawn(noise, at, SHIFT) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
         size = tl.floor(tl.abs(x) * inverse + chance) * quantum
         x = tl.where(bits < 0, -size, size)
     return x.to(dtype)
 
 
 @triton.jit
-def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr):
-    """Count the step of every tensor that has a gradient, and compute its η σ sqrt(1 - β^t) and least divisor."""
+def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr, MOMENTUM: tl.constexpr):
+    """Count the step of every tensor that has a gradient, and compute its ``step_sizes``."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tensors
     inside &= tl.load(changing + i, inside, 0) != 0
@@ -115,7 +141,7 @@ def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr):
     own_scale = tl.load(own.to(tl.pointer_type(tl.float32)), inside & (own != 0), 1).to(tl.float64)
     scale = tl.where(scale > 0, scale, own_scale)
     # the learning rate: a factor, times a float32 or float64 in memory if there is one
-    rate = changing + tensors + 3 * tl.load(record + GROUP, inside, 0)
+    rate = changing + tensors + GROUP_WORDS * tl.load(record + GROUP, inside, 0)
     single = tl.load(rate, inside, 0)
     double = tl.load(rate + 1, inside, 0)
     lr = tl.load(rate + 2, inside, 0).to(tl.float64, bitcast=True)
@@ -124,12 +150,17 @@ def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr):
     x = t.to(tl.float64) * log_beta
     correction = tl.sqrt(tl.where(x > -1e-4, -x * (1 + x / 2 * (1 + x / 3)), 1 - tl.exp(x)))  # -expm1(x)
     least = tl.load(record + LEAST_DIVISOR, inside, 0).to(tl.float64, bitcast=True)
-    tl.store(step_sizes + 2 * i, lr * scale * correction, inside)
-    tl.store(step_sizes + 2 * i + 1, least * correction, inside)
+    tl.store(step_sizes + SIZES * i, lr * scale * correction, inside)
+    tl.store(step_sizes + SIZES * i + 1, least * correction, inside)
+    if MOMENTUM:
+        kept = tl.load(rate + 3, inside, 0).to(tl.float64, bitcast=True)
+        lag = tl.load(rate + 4, inside, 0).to(tl.float64, bitcast=True)
+        tl.store(step_sizes + SIZES * i + 2, kept, inside)
+        tl.store(step_sizes + SIZES * i + 3, lag, inside)
 
 
 @triton.jit
-def _solve(
+def solve(
     w, g, ww, gg, wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN: tl.constexpr,
     FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -181,9 +212,9 @@ def _solve(
 
 @triton.jit
 def _turn_tile(
-    record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    record, grad, rate, least, sizes, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     """Turn the whole neurons of a tile, in float32 where that is precise enough, else in float64."""
     ROWS: tl.constexpr = TILE // WIDTH if WIDTH >= MIN_FULL_WIDTH else TILE // 2 // WIDTH
@@ -209,16 +240,22 @@ def _turn_tile(
     at = starts[:, None] + k[None, :]
     g = tl.load(grad + at, elements, 0).to(tl.float32)
     w = tl.load(weight + at, elements, 0).to(tl.float32)
-    averages = _pointer(record, AVERAGE, tl.float32) + i
+    if MOMENTUM:
+        buffer = tl.load(record + BUFFER).to(tl.pointer_type(W))
+        if ALIGNED:
+            buffer = tl.multiple_of(buffer, 16)
+        m = tl.load(buffer + at, elements, 0).to(tl.float32)
+        g = mean_of(m, g, tl.load(sizes + 2))
+    averages = load_pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0)
-    beta = _float(record, BETA)
-    one_minus_beta = _float(record, ONE_MINUS_BETA)
+    beta = load_float(record, BETA)
+    one_minus_beta = load_float(record, ONE_MINUS_BETA)
     radius = tl.full([ROWS], 1.0, tl.float32)
     if FIX_NORM >= 2:
-        radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, inside, 1)
+        radius = tl.load(load_pointer(record, RADIUS, tl.float32) + i, inside, 1)
 
     square = tl.sum(g * g, 1)
-    average, f, mean, stretch, moving, _, ordinary = _solve(
+    average, f, mean, stretch, moving, _, ordinary = solve(
         tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), old_average, fan_in, beta,
         one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED,
     )  # fmt: skip
@@ -226,7 +263,10 @@ def _turn_tile(
     # write all neurons, moved or not: a mask by neuron would split vectorised stores
     out = tl.where((moving & ordinary)[:, None], out, w)
     where = i[:, None] * fan_in + k[None, :]
-    tl.store(weight + at, _rounded(out, W, noise, where, STOCHASTIC), elements)
+    tl.store(weight + at, rounded(out, W, noise, where, STOCHASTIC), elements)
+    if MOMENTUM:
+        m = tl.where(ordinary[:, None], mean_of(m, g, tl.load(sizes + 3)), m)
+        tl.store(buffer + at, rounded(m, W, noise, where, STOCHASTIC, BUFFER_SHIFT), elements)
     tl.store(averages, average, inside & ordinary)
     inside &= ~ordinary
     if tl.sum(inside.to(tl.int32), 0) > 0:
@@ -237,6 +277,9 @@ def _turn_tile(
             some = inside[:, None] & (ks < fan_in)[None, :]
             gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
             peak = tl.maximum(peak, tl.max(tl.abs(gs), 1))
+            if MOMENTUM:
+                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
+                peak = tl.maximum(peak, tl.max(tl.abs(ms), 1))
         dead = (square == 0) & (peak == 0)
         tl.store(averages, (old_average.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), inside & dead)
         inside &= ~dead
@@ -251,12 +294,15 @@ def _turn_tile(
             some = inside[:, None] & (ks < fan_in)[None, :]
             gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
             ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+            if MOMENTUM:
+                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+                gs = mean_of(ms, gs, tl.load(sizes + 2))
             sum_w += tl.sum(ws, 1)
             sum_g += tl.sum(gs, 1)
             sum_ww += tl.sum(ws * ws, 1)
             sum_gg += tl.sum(gs * gs, 1)
             sum_wg += tl.sum(ws * gs, 1)
-        average_, f_, mean_, stretch_, moving_, finite, _ = _solve(
+        average_, f_, mean_, stretch_, moving_, finite, _ = solve(
             sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius,
             FIX_MEAN, FIX_NORM, SCALED,
         )  # fmt: skip
@@ -265,35 +311,44 @@ def _turn_tile(
             some = inside[:, None] & (ks < fan_in)[None, :]
             gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
             ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            outs = (ws - f_[:, None] * gs - mean_[:, None]) * stretch_[:, None]
             wheres = i[:, None] * fan_in + ks[None, :]
-            outs = _rounded(outs, W, noise, wheres, STOCHASTIC)
+            if MOMENTUM:
+                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
+                gs = mean_of(ms, gs, tl.load(sizes + 2))
+                ms = rounded(mean_of(ms, gs, tl.load(sizes + 3)), W, noise, wheres, STOCHASTIC, BUFFER_SHIFT)
+                tl.store(buffer + (starts[:, None] + ks[None, :]), ms, some & finite[:, None])
+            outs = (ws - f_[:, None] * gs - mean_[:, None]) * stretch_[:, None]
+            outs = rounded(outs, W, noise, wheres, STOCHASTIC)
             tl.store(weight + (starts[:, None] + ks[None, :]), outs, some & moving_[:, None])
         tl.store(averages, average_, inside)
         skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
         if skipped > 0:
-            tl.atomic_add(_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+            tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
 
 
 @triton.jit
 def _nudge_tile(
-    record, grad, rate, least, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    record, grad, rate, least, sizes, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     """Nudge the gains or biases of a tile."""
     i = tile * (TILE // GAIN_SHARE) + tl.arange(0, TILE // GAIN_SHARE)
     inside = i < tl.load(record + NEURONS)
-    at = _neuron_offset(record, i)
-    weight = _pointer(record, WEIGHT, W) + at
+    at = neuron_offset(record, i)
+    weight = load_pointer(record, WEIGHT, W) + at
     b = tl.load(weight, inside, 0).to(tl.float64)
     g = tl.load(grad.to(tl.pointer_type(G)) + at, inside, 0).to(tl.float64)
-    pull = _float(record, PULL)
+    pull = load_float(record, PULL)
     if pull != 0:
         g += pull * (b - 1)
-    averages = _pointer(record, AVERAGE, tl.float32) + i
+    if MOMENTUM:
+        buffer = load_pointer(record, BUFFER, W) + at
+        m = tl.load(buffer, inside, 0).to(tl.float64)
+        g = mean_of(m, g, tl.load(sizes + 2))
+    averages = load_pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0).to(tl.float64)
-    beta = _float(record, BETA)
-    one_minus_beta = _float(record, ONE_MINUS_BETA)
+    beta = load_float(record, BETA)
+    one_minus_beta = load_float(record, ONE_MINUS_BETA)
     finite = tl.abs(g) <= MAX_FLOAT32
     average = tl.where(finite, tl.sqrt(beta * old_average * old_average + one_minus_beta * g * g), old_average).to(
         tl.float32
@@ -303,18 +358,21 @@ def _nudge_tile(
     change = rate * g / tl.where(moving, divisor, 1.0)
     out = b - change
     moving &= (change != 0) & (tl.abs(out) <= MAX_FLOAT32)
-    tl.store(weight, _rounded(out, W, noise, i, STOCHASTIC), moving)
+    tl.store(weight, rounded(out, W, noise, i, STOCHASTIC), moving)
+    if MOMENTUM:
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, i, STOCHASTIC, BUFFER_SHIFT)
+        tl.store(buffer, m, inside & finite)
     tl.store(averages, average, inside)
     skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
     if skipped > 0:
-        tl.atomic_add(_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+        tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
 
 
 @triton.jit
 def step(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     """Step one tile of gains, biases or whole neurons. ``SHAPES`` has a bit for each shape of tile."""
     owner = tl.load(owners + tl.program_id(0))
@@ -322,8 +380,8 @@ def step(
     if grad == 0:
         return
     record = records + owner.to(tl.int64) * FIELDS
-    rate = tl.load(step_sizes + 2 * owner)
-    least = tl.load(step_sizes + 2 * owner + 1)
+    sizes = step_sizes + SIZES * owner
+    rate, least = tl.load(sizes), tl.load(sizes + 1)
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
@@ -332,111 +390,9 @@ def step(
         if (SHAPES >> each) & 1:
             if shape == each:
                 if each == 0:
-                    _nudge_tile(record, grad, rate, least, noise, tile, W, G, TILE, STOCHASTIC)
+                    _nudge_tile(record, grad, rate, least, sizes, noise, tile, W, G, TILE, STOCHASTIC, MOMENTUM)
                 else:
                     _turn_tile(
-                        record, grad, rate, least, noise, tile, W, G, TILE, 1 << (each // 2), each % 2, FIX_MEAN,
-                        FIX_NORM, SCALED, STOCHASTIC,
+                        record, grad, rate, least, sizes, noise, tile, W, G, TILE, 1 << (each // 2), each % 2,
+                        FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC, MOMENTUM,
                     )  # fmt: skip
-
-
-@triton.jit
-def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr):
-    """Return the neurons and elements of a split tile: indices, mask, offsets, positions and element mask."""
-    fan_in = tl.load(record + FAN_IN).to(tl.int32)
-    pieces = tl.cdiv(fan_in, BK)
-    i = (tile // pieces) * BN + tl.arange(0, BN)
-    k = (tile % pieces) * BK + tl.arange(0, BK)
-    starts = _neuron_offset(record, i)
-    steps = _offset(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
-    axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis if they lie side by side in memory
-    at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
-    where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
-    inside = i < tl.load(record + NEURONS)
-    elements = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
-    return i, inside, at, where, elements
-
-
-@triton.jit
-def measure(
-    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STRIDED: tl.constexpr,
-):  # fmt: skip
-    """Sum over a split tile: neurons too long for one program, or strided in memory."""
-    owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner)
-    if grad == 0:
-        return
-    record = records + owner.to(tl.int64) * FIELDS
-    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, _, elements = _piece(record, tile, BN, BK, STRIDED)
-    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
-    w = tl.load(_pointer(record, WEIGHT, W) + at, elements, 0).to(tl.float64)
-    axis: tl.constexpr = 0 if STRIDED else 1
-    pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
-    piece = tile % pieces
-    to = sums + tl.load(record + SUMS) + (piece * tl.load(record + NEURONS) + i) * 6
-    tl.store(to, tl.sum(w, axis), inside)
-    tl.store(to + 1, tl.sum(g, axis), inside)
-    tl.store(to + 2, tl.sum(w * w, axis), inside)
-    tl.store(to + 3, tl.sum(g * g, axis), inside)
-    tl.store(to + 4, tl.sum(w * g, axis), inside)
-    # store the old average too: the next launch overwrites it while other programs still read it
-    old_average = tl.load(_pointer(record, AVERAGE, tl.float32) + i, inside, 0).to(tl.float64)
-    if piece > 0:
-        old_average *= 0.0
-    tl.store(to + 5, old_average, inside)
-
-
-@triton.jit
-def turn(
-    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STRIDED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):  # fmt: skip
-    """Turn a split tile, after :func:`measure`."""
-    owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner)
-    if grad == 0:
-        return
-    record = records + owner.to(tl.int64) * FIELDS
-    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, where, elements = _piece(record, tile, BN, BK, STRIDED)
-    neurons = tl.load(record + NEURONS)
-    fan_in = tl.load(record + FAN_IN).to(tl.int32)
-    pieces = tl.cdiv(fan_in, BK)
-    sum_w = tl.zeros([BN], tl.float64)
-    sum_g = tl.zeros([BN], tl.float64)
-    sum_ww = tl.zeros([BN], tl.float64)
-    sum_gg = tl.zeros([BN], tl.float64)
-    sum_wg = tl.zeros([BN], tl.float64)
-    old_average = tl.zeros([BN], tl.float64)
-    for piece in range(pieces):
-        of = sums + tl.load(record + SUMS) + (piece * neurons + i) * 6
-        sum_w += tl.load(of, inside, 0)
-        sum_g += tl.load(of + 1, inside, 0)
-        sum_ww += tl.load(of + 2, inside, 0)
-        sum_gg += tl.load(of + 3, inside, 0)
-        sum_wg += tl.load(of + 4, inside, 0)
-        old_average += tl.load(of + 5, inside, 0)
-    radius = tl.full([BN], 1.0, tl.float32)
-    if FIX_NORM >= 2:
-        radius = tl.load(_pointer(record, RADIUS, tl.float32) + i, inside, 1)
-    average, f, mean, stretch, moving, finite, _ = _solve(
-        sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, _float(record, BETA),
-        _float(record, ONE_MINUS_BETA),
-        tl.load(step_sizes + 2 * owner), tl.load(step_sizes + 2 * owner + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
-    )  # fmt: skip
-    axis: tl.constexpr = 0 if STRIDED else 1
-    weight = _pointer(record, WEIGHT, W) + at
-    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
-    w = tl.load(weight, elements, 0).to(tl.float64)
-    out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
-    if STOCHASTIC:
-        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
-    tl.store(weight, _rounded(out, W, noise, where, STOCHASTIC), elements & tl.expand_dims(moving, axis))
-    if tile % pieces == 0:
-        tl.store(_pointer(record, AVERAGE, tl.float32) + i, average, inside)
-        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
-        if skipped > 0:
-            tl.atomic_add(_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))

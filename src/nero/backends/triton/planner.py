@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from nero.backends.available import check_backend, has_momentum, triton_works, why_not_triton
-from nero.backends.job import Group, Member, has_expected_state, job_of, rate_and_divisor, settings_of
+from nero.backends.available import check_backend, triton_works, why_not_triton
+from nero.backends.job import Group, Member, has_expected_state, job_of, rates_of, settings_of
 from nero.backends.layout import layout_of
-from nero.backends.triton.sweep import Sweep
+from nero.backends.triton.sweep import Sweep, has_strides
 from nero.backends.triton.tables import Line
 
 
@@ -42,9 +43,9 @@ class Planner:
         """Launch the sweeps, each with the addresses of its gradients."""
         if not ready:
             return
-        angles = [rate_and_divisor(group.options) for group in self._groups]
+        rates = [rates_of(group.options) for group in self._groups]
         for sweep, addresses in ready:
-            sweep.launch(addresses, angles)
+            sweep.launch(addresses, rates)
 
     def _deal(self) -> None:
         lines: dict[tuple[torch.device, torch.Generator | None], list[Line]] = {}
@@ -85,8 +86,6 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
     """
     parameter = member.parameter
     is_chosen = options["backend"] == "triton"
-    if options["momentum"] and not has_momentum("triton"):
-        return None
     if not parameter.numel() or not (
         is_chosen or (options["backend"] == "auto" and parameter.is_cuda and triton_works(parameter.device))
     ):
@@ -101,5 +100,18 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
     layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
     if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
         return None
+    if job.buffer is not None and not has_strides(job.buffer, job.parameter.stride()):
+        if member.holder is not None:  # a part, whose state shares the memory of the whole
+            return None
+        job = job._replace(buffer=_move_buffer(member))
     holder = parameter if member.holder is None else member.holder
     return Line(parameter, holder, job, layout, settings_of(options), group)
+
+
+@torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
+def _move_buffer(member: Member) -> Tensor:
+    """Give the momentum buffer the strides of its parameter, which may be a view with gaps, or was transposed."""
+    parameter, before = member.parameter, member.state["momentum_buffer"]
+    buffer = torch.empty_strided(parameter.shape, parameter.stride(), dtype=before.dtype, device=before.device)
+    member.state["momentum_buffer"] = buffer.copy_(before)
+    return buffer

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nero.backends.available import why_not_triton
+from nero.backends.job import Rates
 from nero.backends.triton.tables import Line, bits, is_aligned, make_tables
 
 try:
@@ -46,10 +47,11 @@ class Sweep:
         self._holders = [line.holder for line in lines]
         self._states = [line.job.state for line in lines]
         self._values = [value for state in self._states for value in state.values()]
-        self._averages = [state["grad_norm"] for state in self._states]
-        self._averages_at = list(map(Tensor.data_ptr, self._averages))
+        self._statistics = [state["grad_norm"] for state in self._states]
+        self._statistics += [line.job.state["momentum_buffer"] for line in lines if line.job.buffer is not None]
+        self._statistics_at = list(map(Tensor.data_ptr, self._statistics))
         self._device = self._parameters[0].device
-        self._indices = list(range(len(lines)))
+        self._indices = {count: list(range(count)) for count in (len(lines), len(self._statistics))}
         self._addresses = list(map(Tensor.data_ptr, self._parameters))
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._strides = list(map(Tensor.stride, self._parameters))
@@ -60,7 +62,7 @@ class Sweep:
         self._aligned = list(map(is_aligned, lines))
         self._tables = make_tables(lines, self._aligned, self._device)
         self._groups = 1 + max(line.group for line in lines)  # groups behind these have no parameter here
-        self._changing = torch.zeros(len(lines) + 3 * self._groups, dtype=torch.int64, device=self._device)
+        self._changing = torch.zeros(len(lines) + 5 * self._groups, dtype=torch.int64, device=self._device)
         self._uploaded: tuple[list[int], list[int]] = ([], [])
         self._spare: Tensor | None = self._pinned()
         self._borrowed: list[Tensor] = []  # must live until the kernels are queued
@@ -95,7 +97,7 @@ class Sweep:
                 continue
             if why_not_triton(grad) or grad.dtype != dtype:
                 return None
-            if grad.is_neg() or not _has_strides(grad, stride):  # another layout: copied, so slower
+            if grad.is_neg() or not has_strides(grad, stride):  # another layout: copied, so slower
                 grad = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
                 self._borrowed.append(grad)
             addresses.append(grad.data_ptr())
@@ -108,25 +110,25 @@ class Sweep:
         return (
             sum(map(len, self._states)) == len(self._values)
             and all(map(is_, chain.from_iterable(map(dict.values, self._states)), self._values))
-            and self._lie_at(self._averages, self._averages_at)
+            and self._lie_at(self._statistics, self._statistics_at)
         )
 
     def _lie_at(self, tensors: Any, addresses: Any) -> bool:
         if not _are_at:  # a torch without CUDA
             return bool(list(map(Tensor.data_ptr, tensors)) == addresses)
-        return bool(_are_at(tensors, addresses, self._indices))
+        return bool(_are_at(tensors, addresses, self._indices[len(addresses)]))
 
     def _is_misaligned(self, addresses: list[int]) -> bool:
         return any(address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True))
 
-    def launch(self, addresses: list[int], angles: Sequence[tuple[float | Tensor, float]]) -> None:
+    def launch(self, addresses: list[int], rates: Sequence[Rates]) -> None:
         """Step, with gradients at these addresses.
 
         Args:
             addresses: the answer of :meth:`look`.
-            angles: for each group its learning rate and the divisor of it, negative to ascend.
+            rates: those of each group.
         """
-        words = [word for lr, divisor in angles[: self._groups] for word in self._words(lr, 1 / divisor)]
+        words = [word for rate in rates[: self._groups] for word in self._words(rate)]
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 capturing = torch.cuda.is_current_stream_capturing()
@@ -152,15 +154,21 @@ class Sweep:
         for launch, owners in launches:
             launch(stream, [owners, *tables, sums, noise], [owners.data_ptr(), *at, noise.data_ptr()])
 
-    def _words(self, lr: float | Tensor, factor: float) -> tuple[int, int, int]:
-        """Encode a learning rate: the address of a float32, of a float64, and a number to multiply it by."""
+    def _words(self, rates: Rates) -> tuple[int, int, int, int, int]:
+        """Encode the rates of a group.
+
+        The learning rate as the address of a float32, of a float64, and a number to multiply it by; then the shares of
+        the old momentum buffer in the step's direction, and in the new buffer beside that direction.
+        """
+        lr, factor, in_step = rates.lr, 1 / rates.divisor, rates.kept_by_step
+        shares = bits(in_step), bits((rates.momentum - in_step) / (1 - in_step))
         if not isinstance(lr, Tensor) or lr.device.type != self._device.type:
-            return 0, 0, bits(factor * float(lr))
+            return 0, 0, bits(factor * float(lr)), *shares
         if lr.device != self._device or lr.dtype not in (torch.float32, torch.float64):
             lr = lr.to(self._device, torch.float32, non_blocking=True)
             self._borrowed.append(lr)
         address = lr.data_ptr()
-        return (address, 0, bits(factor)) if lr.dtype == torch.float32 else (0, address, bits(factor))
+        return (*((address, 0) if lr.dtype == torch.float32 else (0, address)), bits(factor), *shares)
 
     def _upload(self, addresses: list[int], words: list[int]) -> Tensor:
         """Copy the addresses and rates to the device, if they have changed."""
@@ -187,9 +195,10 @@ class Sweep:
         return torch.empty(self._changing.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
 
 
-def _has_strides(grad: Tensor, strides: Sequence[int]) -> bool:
-    """Return whether a gradient has these strides; those of axes of size one do not matter."""
-    return all(own == other or size == 1 for own, other, size in zip(grad.stride(), strides, grad.shape, strict=True))
+def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Return whether a tensor has these strides; those of axes of size one do not matter."""
+    sizes = zip(tensor.stride(), strides, tensor.shape, strict=True)
+    return all(own == other or size == 1 for own, other, size in sizes)
 
 
 def _guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:

@@ -16,11 +16,13 @@ from nero.backends.layout import Layout
 #: Elements per program: its warps, and its registers per thread where Triton's own choice would let too few
 #: programs run at once. A tensor gets the first tile that holds a neuron.
 TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
+#: Registers per thread with momentum: its buffer is a third tile, and its noise a fourth.
+MOMENTUM_REGISTERS, NOISY_MOMENTUM_REGISTERS = 128, 192
 #: Elements per program for neurons that are split: longer than the largest tile, or strided in memory.
 SPLIT_TILE = 8192
 #: The fields of a record, in the order of the constants in kernels.py.
 RECORD_FIELDS = (
-    *("weight", "average", "step", "skipped", "scale", "radius"),
+    *("weight", "average", "step", "skipped", "scale", "radius", "buffer"),
     *Layout._fields,
     *("beta", "one_minus_beta", "log_beta", "least_divisor", "given_scale", "pull"),
     *("group", "shape", "first_tile", "sums"),
@@ -60,6 +62,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     grad_dtype: torch.dtype
     stochastic: bool
+    momentum: bool
     tile: int
     split: Split | None
     fix_mean: bool
@@ -102,8 +105,9 @@ class Tables(NamedTuple):
 
 def is_aligned(line: Line) -> bool:
     """Return whether a neuron's elements can be read sixteen bytes at a time."""
-    addresses = (line.job.parameter.data_ptr(), line.job.grad.data_ptr())
+    tensors = (line.job.parameter, line.job.grad, line.job.buffer)
     strides = (line.layout.fan_in, line.layout.inner_stride, line.layout.outer_stride)
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return not any(address % 16 for address in addresses) and not any(stride % 8 for stride in strides)
 
 
@@ -125,12 +129,13 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
             sums += 6 * line.layout.neurons * pieces
         on_device = placed(torch.frombuffer(owners, dtype=torch.int32), device)
         launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
+    has_momentum = any(line.job.buffer is not None for line in lines)
     words = array("q", [word for record in records for word in record])
     return Tables(
         placed(torch.frombuffer(words, dtype=torch.int64), device),
-        torch.empty(2 * len(lines), dtype=torch.float64, device=device),
+        torch.empty(kernels.SIZES.value * len(lines), dtype=torch.float64, device=device),
         torch.empty(sums, dtype=torch.float64, device=device),
-        Launch(kernels.count, -(-len(lines) // 128), {"BLOCK": 128}, 4),
+        Launch(kernels.count, -(-len(lines) // 128), {"BLOCK": 128, "MOMENTUM": has_momentum}, 4),
         launches,
     )
 
@@ -147,7 +152,7 @@ def _by_kind(lines: Sequence[Line]) -> dict[Kind, list[int]]:
     for i in sorted(range(len(lines)), key=lambda i: not lines[i].job.axes):  # gains and biases last
         kind = _kind(lines[i])
         if not lines[i].job.axes:  # constraints do not apply to them, so they join the first launch that fits
-            kind = next((other for other in by_kind if other[:4] == kind[:4] and not other.split), kind)
+            kind = next((other for other in by_kind if other[:5] == kind[:5] and not other.split), kind)
         by_kind.setdefault(kind, []).append(i)
     return by_kind
 
@@ -170,6 +175,7 @@ def _kind(line: Line) -> Kind:
         job.parameter.dtype,
         job.grad.dtype,
         settings.rounding == "stochastic" and job.parameter.dtype != torch.float32,
+        job.buffer is not None,
         tile,
         split,
         settings.fix_mean,
@@ -211,6 +217,7 @@ def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int
         "skipped": job.state["skipped"].data_ptr(),
         "scale": job.state["scale"].data_ptr() if "scale" in job.state else 0,
         "radius": job.state["radius"].data_ptr() if "radius" in job.state else 0,
+        "buffer": 0 if job.buffer is None else job.buffer.data_ptr(),
         **line.layout._asdict(),
         "beta": bits(settings.beta),
         "one_minus_beta": bits(1 - settings.beta),
@@ -229,7 +236,7 @@ def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int
 def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
     import triton.language as tl
 
-    from nero.backends.triton import kernels
+    from nero.backends.triton import kernels, split_kernels
 
     names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     dtypes = {"W": names[kind.dtype], "G": names[kind.grad_dtype]}
@@ -240,13 +247,15 @@ def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
         "STOCHASTIC": kind.stochastic,
     }
     warps, registers = TILES[kind.tile]
+    if kind.momentum:
+        registers = NOISY_MOMENTUM_REGISTERS if kind.stochastic and warps <= 4 else MOMENTUM_REGISTERS
     if kind.split is None:
-        constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options}
+        constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options, "MOMENTUM": kind.momentum}
         return [Launch(kernels.step, programs, constants, warps, registers)]
-    tile = dtypes | dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True))
+    tile = {**dtypes, **dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True)), "MOMENTUM": kind.momentum}
     return [
-        Launch(kernels.measure, programs, tile, warps),
-        Launch(kernels.turn, programs, {**tile, **options}, warps),
+        Launch(split_kernels.measure, programs, tile, warps),
+        Launch(split_kernels.turn, programs, {**tile, **options}, warps),
     ]
 
 

@@ -1,0 +1,146 @@
+"""Triton kernels for neurons that are split: longer than a tile, or strided in memory.
+
+One launch measures the five sums of every piece, the next turns the neurons. See :mod:`nero.backends.triton.kernels`.
+"""
+
+import triton
+import triton.language as tl
+
+from nero.backends.triton.kernels import (
+    AVERAGE,
+    BETA,
+    BUFFER,
+    BUFFER_SHIFT,
+    FAN_IN,
+    FIELDS,
+    FIRST_TILE,
+    LEAP,
+    NEURONS,
+    ONE_MINUS_BETA,
+    RADIUS,
+    RUN,
+    SIZES,
+    SKIPPED,
+    STRIDE,
+    SUMS,
+    WEIGHT,
+    load_float,
+    load_pointer,
+    mean_of,
+    neuron_offset,
+    offset_of,
+    rounded,
+    solve,
+)
+
+
+@triton.jit
+def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr):
+    """Return the neurons and elements of a split tile: indices, mask, offsets, positions and element mask."""
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    pieces = tl.cdiv(fan_in, BK)
+    i = (tile // pieces) * BN + tl.arange(0, BN)
+    k = (tile % pieces) * BK + tl.arange(0, BK)
+    starts = neuron_offset(record, i)
+    steps = offset_of(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
+    axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis if they lie side by side in memory
+    at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
+    where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
+    inside = i < tl.load(record + NEURONS)
+    elements = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
+    return i, inside, at, where, elements
+
+
+@triton.jit
+def measure(
+    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STRIDED: tl.constexpr, MOMENTUM: tl.constexpr,
+):  # fmt: skip
+    """Sum over a split tile: neurons too long for one program, or strided in memory."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
+    i, inside, at, _, elements = _piece(record, tile, BN, BK, STRIDED)
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
+    w = tl.load(load_pointer(record, WEIGHT, W) + at, elements, 0).to(tl.float64)
+    if MOMENTUM:
+        m = tl.load(load_pointer(record, BUFFER, W) + at, elements, 0).to(tl.float64)
+        g = mean_of(m, g, tl.load(step_sizes + SIZES * owner + 2))
+    axis: tl.constexpr = 0 if STRIDED else 1
+    pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
+    piece = tile % pieces
+    to = sums + tl.load(record + SUMS) + (piece * tl.load(record + NEURONS) + i) * 6
+    tl.store(to, tl.sum(w, axis), inside)
+    tl.store(to + 1, tl.sum(g, axis), inside)
+    tl.store(to + 2, tl.sum(w * w, axis), inside)
+    tl.store(to + 3, tl.sum(g * g, axis), inside)
+    tl.store(to + 4, tl.sum(w * g, axis), inside)
+    # store the old average too: the next launch overwrites it while other programs still read it
+    old_average = tl.load(load_pointer(record, AVERAGE, tl.float32) + i, inside, 0).to(tl.float64)
+    if piece > 0:
+        old_average *= 0.0
+    tl.store(to + 5, old_average, inside)
+
+
+@triton.jit
+def turn(
+    owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STRIDED: tl.constexpr, MOMENTUM: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr,
+    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Turn a split tile, after :func:`measure`."""
+    owner = tl.load(owners + tl.program_id(0))
+    grad = tl.load(changing + owner)
+    if grad == 0:
+        return
+    record = records + owner.to(tl.int64) * FIELDS
+    tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
+    i, inside, at, where, elements = _piece(record, tile, BN, BK, STRIDED)
+    sizes = step_sizes + SIZES * owner
+    neurons = tl.load(record + NEURONS)
+    fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    pieces = tl.cdiv(fan_in, BK)
+    sum_w = tl.zeros([BN], tl.float64)
+    sum_g = tl.zeros([BN], tl.float64)
+    sum_ww = tl.zeros([BN], tl.float64)
+    sum_gg = tl.zeros([BN], tl.float64)
+    sum_wg = tl.zeros([BN], tl.float64)
+    old_average = tl.zeros([BN], tl.float64)
+    for piece in range(pieces):
+        of = sums + tl.load(record + SUMS) + (piece * neurons + i) * 6
+        sum_w += tl.load(of, inside, 0)
+        sum_g += tl.load(of + 1, inside, 0)
+        sum_ww += tl.load(of + 2, inside, 0)
+        sum_gg += tl.load(of + 3, inside, 0)
+        sum_wg += tl.load(of + 4, inside, 0)
+        old_average += tl.load(of + 5, inside, 0)
+    radius = tl.full([BN], 1.0, tl.float32)
+    if FIX_NORM >= 2:
+        radius = tl.load(load_pointer(record, RADIUS, tl.float32) + i, inside, 1)
+    average, f, mean, stretch, moving, finite, _ = solve(
+        sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, load_float(record, BETA),
+        load_float(record, ONE_MINUS_BETA),
+        tl.load(sizes), tl.load(sizes + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
+    )  # fmt: skip
+    axis: tl.constexpr = 0 if STRIDED else 1
+    weight = load_pointer(record, WEIGHT, W) + at
+    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
+    w = tl.load(weight, elements, 0).to(tl.float64)
+    if STOCHASTIC:
+        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+    if MOMENTUM:
+        buffer = load_pointer(record, BUFFER, W) + at
+        m = tl.load(buffer, elements, 0).to(tl.float64)
+        g = mean_of(m, g, tl.load(sizes + 2))
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, where, STOCHASTIC, BUFFER_SHIFT)
+        tl.store(buffer, m, elements & tl.expand_dims(finite, axis))
+    out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
+    tl.store(weight, rounded(out, W, noise, where, STOCHASTIC), elements & tl.expand_dims(moving, axis))
+    if tile % pieces == 0:
+        tl.store(load_pointer(record, AVERAGE, tl.float32) + i, average, inside)
+        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
+        if skipped > 0:
+            tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))

@@ -168,6 +168,13 @@ def test_ranking_names_who_is_better_than_whom():
     assert rows_of(TABLES["gpt-ours"](study)) == [["**Nero**", "Lion", "Muon", "AdamW"]]
 
 
+def test_ranking_marks_best_rates_at_the_ends_of_the_grid():
+    grids = {"nero": {0.1: 1.0, 0.2: 1.1}, "muon": {0.1: 1.1, 0.2: 1.0}, "lion": {0.1: 1.1, 0.2: 1.0, 0.4: 1.1}}
+    study = Study([record for name, values in grids.items() for record in search(values, name)])
+    rates = {row[1].strip("*"): row[4] for row in rows_of(TABLES["gpt"](study)) if row[0] != "-"}
+    assert rates == {"Nero": "≤ 0.1", "Muon": "≥ 0.2", "Lion": "0.2"}
+
+
 def test_ranking_of_single_seeds_decides_nothing():
     study = Study([make_record(1.0, "muon"), make_record(2.0, "nero")])
     assert {row[-1] for row in rows_of(TABLES["gpt"](study))} == {"-"}

@@ -10,13 +10,13 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style, make_panels
 from nero_lab.report.labels import LABEL_GAP, spread_labels
 from nero_lab.report.names import display_name
 from nero_lab.report.scales import PEAK_MARKER, style_axes
-from nero_lab.report.today.study import DEPTHS, OURS, WIDTHS, Run, Study, goal_of
+from nero_lab.report.today.study import DEPTHS, OURS, WIDTHS, Run, Study, Width, goal_of
 
 PALE = "#d9d9d9"
 COLUMNS = 4
@@ -49,6 +49,7 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
     goal = goal_of(task)
     searches = {name: study.search(task, name) for name in contenders}
     low, top = _frame([[run.value for run in found.values()] for found in searches.values()])
+    rates = [rate for found in searches.values() for rate in found]
     for place, axes in enumerate(panels):
         if place >= len(contenders):
             axes.set_visible(False)
@@ -62,14 +63,14 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
         best, width = study.best_rate(task, contender), study.width(task, contender)
         if width is not None and best is not None:
             axes.axhspan(low, goal.limit(searches[contender][best].value), color="#f1f1f1", linewidth=0, zorder=0)
-        axes.set(xscale="log", ylim=(low, top))
+        axes.set(xscale="log", xlim=(min(rates) / 1.6, max(rates) * 1.6), ylim=(low, top))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         is_first, is_last = place % columns == 0, place + columns >= len(contenders)
         style_axes(axes, "learning rate" if is_last else "", "")
         _title(
             axes,
             contender,
-            f"best at {best:g}" + ("" if width is None else f", width {'≥ ' * width.is_open}{width.factor:.1f}"),
+            _note(searches[contender], best, width),
         )
         axes.tick_params(labelleft=is_first, labelsize=8)
         axes.set_ylabel(goal.name if is_first else "", fontsize=9)
@@ -141,38 +142,38 @@ def draw_state(study: Study, task: str) -> Figure:
 
 
 def draw_transfer(study: Study) -> Figure:
-    """Draw the result by rate at each width and depth, one column a contender; a star is the best rate."""
-    rows = {"width": [f"gpt-w{width}" for width in WIDTHS], "depth": [f"gpt-d{depth}" for depth in DEPTHS]}
-    tasks = [task for names in rows.values() for task in names]
-    contenders = list(dict.fromkeys(name for task in tasks for name in study.contenders(task)))
-    contenders = [name for name in contenders if any(study.search(task, name) for task in tasks)]
-    figure, panels = make_panels(2.6 * len(contenders) + 0.9, 5.6, 2, [1] * len(contenders))
-    for row, (kind, names) in enumerate(rows.items()):
-        values = [[run.value for run in study.search(task, name).values()] for task in names for name in contenders]
-        low, top = _frame([found for found in values if found])
+    """Draw the result by rate at each width and depth that was run, one column a contender; a star is the best rate."""
+    kinds = {"width": [f"gpt-w{width}" for width in WIDTHS], "depth": [f"gpt-d{depth}" for depth in DEPTHS]}
+    rows = {kind: run for kind, tasks in kinds.items() if (run := [task for task in tasks if study.runs(task)])}
+    known = [(task, name) for tasks in rows.values() for task in tasks for name in study.contenders(task)]
+    contenders = list(dict.fromkeys(name for task, name in known if study.search(task, name)))
+    columns = len(contenders)
+    figure, panels = make_panels(2.6 * columns + 0.9, 2.6 * len(rows) + 0.4, len(rows), [1] * columns)
+    for row, (kind, tasks) in enumerate(rows.items()):
+        searches = {name: [study.search(task, name) for task in tasks] for name in contenders}
+        values = [[run.value for run in found.values()] for parts in searches.values() for found in parts if found]
+        low, top = _frame(values)
         for column, contender in enumerate(contenders):
-            axes = panels[row * len(contenders) + column]
-            for place, task in enumerate(names):
-                found, style = study.search(task, contender), Style(_shade(place), "o")
-                _plot_search(axes, found, style, low, top, width=1.6)
-                if best := study.best_rate(task, contender):
-                    axes.plot(best, found[best].value, "*", color=style.colour, markersize=13, markeredgecolor="black")
+            axes, is_last = panels[row * columns + column], row == len(rows) - 1
+            for place, found in enumerate(searches[contender]):
+                _plot_search(axes, found, Style(_shade(place), "o"), low, top, width=1.6)
+                best = study.best_rate(tasks[place], contender)
+                if best is not None and found[best].value < math.inf:
+                    options: dict[str, Any] = {"markersize": 13, "markeredgecolor": "black", "zorder": 5}
+                    axes.plot(best, found[best].value, "*", color=_shade(place), **options)
             axes.set(xscale="log", ylim=(low, top))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            style_axes(axes, "learning rate" if row else "", "")
+            _tick_rates(axes, [rate for found in searches[contender] for rate in found])
+            style_axes(axes, "learning rate" if is_last else "", "")
             if not row:
                 _title(axes, contender, "")
             axes.tick_params(labelleft=not column, labelsize=8)
-            if not column:
-                axes.set_ylabel(f"{goal_of(names[0]).name}, by {kind}", fontsize=9)
-        sizes = WIDTHS if kind == "width" else DEPTHS
+            axes.set_ylabel(f"{goal_of(tasks[0]).name}, by {kind}" if not column else "", fontsize=9)
         handles = [
-            Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {size}")
-            for place, size in enumerate(sizes)
+            Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {task.partition('-')[2][1:]}")
+            for place, task in enumerate(tasks)
         ]
-        last = panels[(row + 1) * len(contenders) - 1]
-        last.legend(handles=handles, loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=SMALL_PT)
+        options = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False, "fontsize": SMALL_PT}
+        panels[(row + 1) * columns - 1].legend(handles=handles, **options)
     return figure
 
 
@@ -324,6 +325,20 @@ def _title(axes: Axes, contender: str, note: str) -> None:
     pad = 19 if note else 8
     axes.set_title(display_name(contender), loc="left", color=_style(contender).colour, pad=pad, **options)
     axes.annotate(note, (0, 1.03), xycoords="axes fraction", va="bottom", fontsize=SMALL_PT, color=GREY)
+
+
+def _note(found: dict[float, Run], best: float | None, width: Width | None) -> str:
+    if best is None or found[best].value == math.inf:
+        return "all diverged"
+    return f"best at {best:g}" + (f", width {'≥ ' * width.is_open}{width.factor:.1f}" if width else "")
+
+
+def _tick_rates(axes: Axes, rates: Sequence[float]) -> None:
+    """Label about three of the rates that were tried."""
+    tried = sorted(set(rates))
+    shown = tried[:: max(1, math.ceil(len(tried) / 3))]
+    axes.set_xticks(shown, [f"{rate:.3g}" for rate in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _key(figure: Figure, *handles: Line2D) -> None:

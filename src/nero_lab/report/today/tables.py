@@ -74,7 +74,7 @@ def ranking(study: Study, task: str) -> str:
                 _name(contender),
                 _mean(study, task, contender),
                 plural(len(best), "seed"),
-                f"{best[0].rate:g}",
+                _rate(study, task, contender),
                 "-" if width is None else ("≥ " if width.is_open else "") + f"{width.factor:.1f}",
                 _state(best),
                 _seconds(best),
@@ -239,6 +239,13 @@ def _mean(study: Study, task: str, contender: str) -> str:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
+def _rate(study: Study, task: str, contender: str) -> str:
+    """Format the best rate, marked if it is an end of the grid: a better one may lie beyond."""
+    best, tried = study.best_rate(task, contender), list(study.search(task, contender))
+    mark = "≤ " if best == tried[0] else "≥ " if best == tried[-1] else ""
+    return f"{mark if len(tried) > 1 else ''}{best:g}"
+
+
 def _overview_cell(study: Study, task: str, contender: str) -> str:
     if contender not in study.contenders(task):
         return "-"
@@ -246,7 +253,7 @@ def _overview_cell(study: Study, task: str, contender: str) -> str:
     if not values:
         return NOT_RUN
     text = _mean(study, task, contender).partition(" ±")[0]
-    text += " (1 seed)" if len(values) == 1 else ""
+    text += " (1 seed)" if len(values) == 1 and math.isfinite(values[0]) else ""
     return f"**{text}**" if contender == study.ranking(task)[0] else text
 
 

@@ -85,7 +85,8 @@ Shard = Annotated[
     typer.Option("--shard", help="With torchrun: split the network over the processes (FSDP2), instead of replicas."),
 ]
 PrecisionOption = Annotated[
-    str, typer.Option("--precision", help="Precision of matrix products: float32, or tf32 on a GPU.")
+    str | None,
+    typer.Option("--precision", help="Of matrix products: float32, bf16, or tf32 on a GPU. Default: the task's."),
 ]
 
 
@@ -122,9 +123,12 @@ def list_tasks() -> None:
 def _list_study(study: str) -> None:
     line = "{:23}{:29}{:11}{:14}{:11}{}"
     origin = "OF THE PAPER" if study == "paper" else f"OF THE STUDY {study}"
-    console.print(line.format("TASK", origin, "DATA", "GPU, FLOAT32", "GPU, TF32", "CPU"))
-    for task in (each for each in TASKS.values() if each.study == study):
-        times = ["not timed" if seconds is None else duration(seconds) for seconds in task.seconds]
+    tasks = [task for task in TASKS.values() if task.study == study]
+    fast: Precision = "bf16" if any(task.precision == "bf16" for task in tasks) else "tf32"
+    console.print(line.format("TASK", origin, "DATA", "GPU, FLOAT32", f"GPU, {fast.upper()}", "CPU"))
+    for task in tasks:
+        known = (task.seconds.gpu, task.seconds.on("cuda", fast), task.seconds.cpu)
+        times = ["not timed" if seconds is None else duration(seconds) for seconds in known]
         console.print(line.format(task.name, task.shows, task.dataset, *times))
         console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
 
@@ -144,7 +148,7 @@ def run(
     data: Data = None,
     device: Device = "auto",
     out: Out = OUT,
-    precision: PrecisionOption = "float32",
+    precision: PrecisionOption = None,
     weights: Annotated[bool, typer.Option("--weights", help="Save the trained weights beside the record.")] = False,
     shard: Shard = False,
 ) -> None:
@@ -172,7 +176,7 @@ def sweep(
     data: Data = None,
     device: Device = "auto",
     out: Out = OUT,
-    precision: PrecisionOption = "float32",
+    precision: PrecisionOption = None,
     side_by_side: Annotated[
         int | None,
         typer.Option(
@@ -208,7 +212,7 @@ def sweep(
         source = "the paper's is" if chosen.study == "paper" else "the default is"
         searched = f"best of the grid is {rate:g}; {source} {papers:g}"
         taken = f"the paper has {papers:g} as its best" if chosen.study == "paper" else f"{source} {papers:g}"
-        console.print(f"{name}: {searched if grid and chosen.grid else taken}")
+        console.print(f"{name}: {searched if grid and chosen.grid_of(name) else taken}")
 
 
 @app.command()

@@ -10,8 +10,9 @@ from torch import nn
 
 from nero_lab.data.dataset import Augment
 
-Precision: TypeAlias = Literal["float32", "tf32"]
-PRECISIONS: tuple[Precision, ...] = ("float32", "tf32")
+#: Of matrix products: float32, TF32, or bfloat16 by autocast, with parameters in float32.
+Precision: TypeAlias = Literal["float32", "tf32", "bf16"]
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
 #: Factor of the learning rate, from the index of the step and the number of steps per epoch.
 Schedule: TypeAlias = Callable[[int, int], float]
 #: exp() of a larger loss overflows a float.
@@ -31,12 +32,14 @@ class Contender:
         best: the best learning rate that the paper reports, or the default of a study.
         options: the optimiser's arguments besides the learning rate.
         model: a factory for the network, if it differs from the task's.
+        grid: the learning rates to search, if they differ from the task's.
     """
 
     optimiser: str
     best: float
     options: Mapping[str, Any] = field(default_factory=dict)
     model: Callable[..., nn.Module] | None = None
+    grid: tuple[float, ...] | None = None
 
 
 class Seconds(NamedTuple):
@@ -46,17 +49,19 @@ class Seconds(NamedTuple):
         gpu: on an NVIDIA H200 in float32.
         tf32: on an NVIDIA H200 in tf32.
         cpu: on two cores of a Neoverse-N1, in float32.
+        bf16: on an NVIDIA H200 in bf16.
     """
 
     gpu: float | None = None
     tf32: float | None = None
     cpu: float | None = None
+    bf16: float | None = None
 
     def on(self, device: str, precision: Precision) -> float | None:
         """Return the duration on a type of device, "cuda" or "cpu", in a precision."""
         if device == "cpu":
             return self.cpu
-        return self.tf32 if precision == "tf32" else self.gpu
+        return {"float32": self.gpu, "tf32": self.tf32, "bf16": self.bf16}[precision]
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,9 @@ class Task:
         loop: makes the :class:`nero_lab.loops.training.Training` of a run from the task, the settings, the data, and
             the state of a checkpoint or None. Without it, the supervised loop trains.
         study: the study that the task belongs to, which groups the tasks of ``nero list``.
+        precision: the precision of a run, unless the user names one.
+        is_compiled: compile the network on a GPU: the items of its module lists, such as the blocks of a transformer,
+            or the whole if it has no such list. Steps are captured as CUDA graphs in either case.
     """
 
     name: str
@@ -111,6 +119,8 @@ class Task:
     is_distributable: bool = False
     loop: Callable[["Task", "Settings", Any, dict[str, Any] | None], Any] | None = None
     study: str = "paper"
+    precision: Precision = "float32"
+    is_compiled: bool = False
 
     def settings(
         self,
@@ -118,7 +128,7 @@ class Task:
         lr: float | None = None,
         seed: int = 0,
         epochs: int | None = None,
-        precision: str = "float32",
+        precision: str | None = None,
     ) -> "Settings":
         """Return the checked settings of a run. Omitted values are those of the task.
 
@@ -129,16 +139,24 @@ class Task:
             raise SettingError(f"{self.name} has no optimiser {contender!r}: take one of {', '.join(self.contenders)}")
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
+        precision = self.precision if precision is None else precision
         if not 0 <= lr <= torch.finfo(torch.float32).max:
             raise SettingError(f"the learning rate must be finite and not negative, such as 0.01, got {lr}")
         if not 0 <= seed < 2**31:
             raise SettingError(f"the seed must be in [0, 2^31), got {seed}")
         if not 1 <= epochs <= self.epochs:
             raise SettingError(f"{self.name} has a schedule of 1 to {self.epochs} epochs, got {epochs}")
+        if precision == "bf16" != self.precision and self.loop is not None:
+            raise SettingError(f"{self.name} trains in float32 or tf32, got {precision}: take either")
         for known in PRECISIONS:
             if precision == known:
                 return Settings(self.name, contender, lr, seed, epochs, known)
         raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+
+    def grid_of(self, contender: str) -> tuple[float, ...]:
+        """Return the learning rates to search for a contender."""
+        own = self.contenders[contender].grid
+        return self.grid if own is None else own
 
     def run_name(self, settings: "Settings") -> str:
         """Return the file name of a run. It is short for the paper's settings, and names every departure from them."""
@@ -236,5 +254,16 @@ def warm_up_then_cosine(warm_up: int, end: int) -> Schedule:
         if step < rising:
             return (step + 1) / rising
         return (1 + math.cos(math.pi * (step - rising) / (end * steps_an_epoch - rising))) / 2
+
+    return schedule
+
+
+def warm_up_then_linear(share: float, end: int) -> Schedule:
+    """Raise the learning rate linearly over a share of all steps, and lower it linearly to zero at epoch ``end``."""
+
+    def schedule(step: int, steps_an_epoch: int) -> float:
+        total = end * steps_an_epoch
+        rising = share * total
+        return min(1.0, (step + 1) / rising, (total - step) / (total - rising))
 
     return schedule

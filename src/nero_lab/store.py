@@ -167,6 +167,7 @@ class Store:
             "options": _options(training.task, training.settings),
             "curve": {name: [_rounded(value) for value in values] for name, values in training.curve.items()},
             **training.final_results(),
+            **training.sizes(),
             "commit": ", ".join(name for name in commits if name) or None,
             "resumed": training.resumed,
             "versions": versions(),

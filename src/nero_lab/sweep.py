@@ -199,20 +199,20 @@ def search(
         seeds: the number of seeds at the best rate.
         precision: the precision of all runs.
         run: trains runs and returns their records; its second argument says whether more runs follow.
-        rates: the rates to search instead of the task's grid. If empty, the paper's best rates are used.
+        rates: the rates to search instead of the grids of the task. If empty, the paper's best rates are used.
         epochs: a number of epochs below the task's, for a trial.
 
     Returns:
         the best rate of each contender.
     """
-    grid = task.grid if rates is None else rates
 
     def settings(contender: str, lr: float, seed: int) -> Settings:
         return task.settings(contender, lr, seed, epochs, precision)
 
     best = {name: task.contenders[name].best for name in contenders}
-    if grid:
-        records = run([settings(name, rate, 0) for name in contenders for rate in grid], True)
-        best = {name: best_rate(task, [r for r in records if r["optimiser"] == name]) for name in contenders}
+    grids = {name: task.grid_of(name) if rates is None else rates for name in contenders}
+    if searched := [settings(name, rate, 0) for name, grid in grids.items() for rate in grid]:
+        records = run(searched, True)
+        best |= {name: best_rate(task, [r for r in records if r["optimiser"] == name]) for name in grids if grids[name]}
     run([settings(name, best[name], seed) for name in contenders for seed in range(seeds)], False)
     return best

@@ -215,7 +215,7 @@ def test_run_name_lists_departures_from_the_paper():
         ({"seed": -1}, "seed"),
         ({"epochs": 0}, "1 to 50 epochs"),
         ({"epochs": 51}, "1 to 50 epochs"),
-        ({"precision": "bf16"}, "one of float32, tf32"),
+        ({"precision": "fp8"}, "one of float32, tf32, bf16"),
     ],
 )
 def test_settings_impossible_value_raises(arguments, message):

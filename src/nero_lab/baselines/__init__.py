@@ -1,4 +1,4 @@
-"""The optimisers that the paper compares, by name and as the paper ran them."""
+"""The optimisers of the experiments by name: the paper's as the paper ran them, and those from libraries."""
 
 import math
 from collections.abc import Callable
@@ -8,32 +8,46 @@ import torch
 from torch import Tensor, nn
 
 import nero
+from nero_lab.baselines import library
 from nero_lab.baselines.batched import check_beta, check_number
 from nero_lab.baselines.lamb import Lamb
 from nero_lab.baselines.madam import Madam
+from nero_lab.baselines.together import Together
 
-__all__ = ["OPTIONS", "Lamb", "Madam", "make", "prime"]
+__all__ = ["EAGER", "OPTIONS", "Lamb", "Madam", "make", "prime", "set_rate"]
 
 #: β of every running average of squares.
 BETA = 0.999
 
 #: The names of the optimisers, each with its options.
 OPTIONS = {
-    "nero": ("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta", "longest_step"),
+    "nero": (
+        *("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta", "longest_step"),
+        *("momentum", "nesterov"),
+    ),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "eps", "balanced"),
     "madam": ("balanced",),
+    "adamw": ("weight_decay", "balanced"),
+    "muon": ("weight_decay", "balanced"),
+    "normuon": ("weight_decay", "balanced"),
+    "lion": ("weight_decay", "balanced"),
+    "soap": ("weight_decay", "precondition_frequency", "max_precondition_dim", "balanced"),
 }
+
+#: Optimisers whose steps read numbers of the host, such as a rate or a count, so that a CUDA graph cannot hold them.
+EAGER = frozenset({"muon", "soap"})
 
 
 def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
-    """Make an optimiser of the paper for a model, by default without momentum and weight decay.
+    """Make an optimiser for a model: one of the paper, by default without momentum and weight decay, or of a library.
 
-    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on.
+    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on. The paper's
+    baselines start from the model as it is; those of libraries balance it at once, as Nero does.
 
     Args:
-        name: ``"nero"``, ``"sgd"``, ``"adam"``, ``"lamb"`` or ``"madam"``.
+        name: a key of :data:`OPTIONS`.
         model: the model to train; Nero balances it at once.
         lr: a float, or a tensor of one element on the model's device.
         options: options of the optimiser.
@@ -41,13 +55,16 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
             - Nero: ``fix_mean`` and ``fix_norm`` (both by default). ``fixed_scale``, the authors' form: the steps of a
               neuron are relative to the mean norm of its tensor at construction. ``scale``, σ_b of gains and biases.
               ``gain_penalty``, which pulls gains to one. ``depth``, which divides the rate. ``beta`` and
-              ``longest_step``, as of :class:`nero.Nero`.
+              ``longest_step``, ``momentum`` and ``nesterov``, as of :class:`nero.Nero`.
             - SGD: ``momentum``, ``weight_decay`` (of all parameters) and ``clip``, the greatest norm of the gradient of
               all parameters together.
             - Adam and LAMB: ``beta1`` (0 by default) and ``eps`` (1e-8 and 1e-6).
+            - AdamW, Muon, NorMuon, Lion and SOAP: ``weight_decay`` of weights with two or more axes (0.1). Muon and
+              NorMuon train the hidden matrices, and AdamW all else at 0.15 times their rate. SOAP also has
+              ``precondition_frequency`` (10) and ``max_precondition_dim`` (2048).
 
     Raises:
-        ValueError: an unknown name or option, or an invalid value.
+        ValueError: an unknown name or option, an invalid value, or a library that is not installed.
 
     Example:
         >>> optimiser = make("lamb", nn.Linear(8, 4), lr=0.01, beta1=0.9)
@@ -66,8 +83,24 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
     is_balanced = options.pop("balanced", False)
     optimiser = _BASELINES[name](model, lr, **options)
     if is_balanced:
-        nero.balance_after_step(optimiser, model, at_once=False)
+        nero.balance_after_step(optimiser, model, at_once=name in _LIBRARY)
     return optimiser
+
+
+def set_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of an optimiser from :func:`make`, without waiting for the device.
+
+    A group with a ratio to the rate (AdamW beside Muon) gets its own rate. Tensors are filled in place, as CUDA graphs
+    need.
+    """
+    filled = set()
+    for group in optimiser.param_groups:
+        value = rate * group.get("lr_ratio", 1.0)
+        if not isinstance(group["lr"], Tensor):
+            group["lr"] = value
+        elif id(group["lr"]) not in filled:  # groups may share their tensor
+            group["lr"].fill_(value)
+            filled.add(id(group["lr"]))
 
 
 @torch.no_grad()
@@ -80,8 +113,12 @@ def prime(optimiser: torch.optim.Optimizer) -> None:
     Args:
         optimiser: one from :func:`make`, before its first step.
     """
-    if optimiser.state:
-        return
+    for part in optimiser.parts if isinstance(optimiser, Together) else [optimiser]:
+        if not any(parameter in part.state for group in part.param_groups for parameter in group["params"]):
+            _prime(part)
+
+
+def _prime(optimiser: torch.optim.Optimizer) -> None:
     # stand-ins of zeros take the step and hand on their state
     stand_ins = {
         parameter: torch.zeros_like(parameter, requires_grad=True)
@@ -116,6 +153,7 @@ def _nero(
     depth: float | Literal["auto"] = 1.0,
     beta: float = BETA,
     longest_step: float = math.inf,
+    **momentum: Any,
 ) -> nero.Nero:
     groups = _at_fixed_scale(model, fix_mean, fix_norm) if fixed_scale else nero.param_groups(model)
     for group in groups:
@@ -129,6 +167,7 @@ def _nero(
         fix_mean=fix_mean,
         fix_norm=fix_norm,
         gain_penalty=gain_penalty,
+        **momentum,
     )
     if depth == "auto":
         optimiser.count_depth(model)
@@ -194,9 +233,17 @@ def _madam(model: nn.Module, lr: float | Tensor) -> torch.optim.Optimizer:
     return Madam(model.parameters(), lr=lr, beta=BETA)
 
 
+_LIBRARY: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": library.adamw,
+    "muon": library.muon,
+    "normuon": library.normuon,
+    "lion": library.lion,
+    "soap": library.soap,
+}
 _BASELINES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adam": _adam,
     "lamb": _lamb,
     "madam": _madam,
+    **_LIBRARY,
 }

@@ -1,13 +1,15 @@
-"""Data sets of the paper's experiments: found or downloaded, verified, and loaded.
+"""Data sets of the experiments: found or downloaded, verified, and loaded.
 
-:func:`load` returns a :class:`Dataset`: small images in memory (MNIST, CIFAR-10), words (WikiText-2, Multi30k), or
-photographs in folders of classes (ImageNet and its stand-ins), which may exceed memory. For Pong it returns a game.
+:func:`load` returns a :class:`Dataset`: small images in memory (MNIST, CIFAR-10), words (WikiText-2, Multi30k), tokens
+of books (classic-books), or photographs in folders of classes (ImageNet and its stand-ins), which may exceed memory.
+For Pong it returns a game.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
 from nero_lab.data.arcade import Game, pong
+from nero_lab.data.books import Books, classic_books
 from nero_lab.data.corpus import Corpus, wikitext2
 from nero_lab.data.dataset import Dataset
 from nero_lab.data.errors import DataError
@@ -17,7 +19,19 @@ from nero_lab.data.pairs import Pairs, multi30k
 from nero_lab.data.photos import Photos, imagenet
 from nero_lab.data.sources import FILES
 
-__all__ = ["FILES", "Corpus", "DataError", "Dataset", "Game", "ImageDataset", "Images", "Pairs", "Photos", "load"]
+__all__ = [
+    "FILES",
+    "Books",
+    "Corpus",
+    "DataError",
+    "Dataset",
+    "Game",
+    "ImageDataset",
+    "Images",
+    "Pairs",
+    "Photos",
+    "load",
+]
 
 #: Loaders by name.
 LOADERS: dict[str, Callable[[Folder], Dataset | Game]] = {
@@ -25,6 +39,7 @@ LOADERS: dict[str, Callable[[Folder], Dataset | Game]] = {
     "cifar10": cifar10,
     "wikitext2": wikitext2,
     "multi30k": multi30k,
+    "books": classic_books,
     "pong": pong,
     "imagenet": imagenet,
 }
@@ -36,10 +51,11 @@ def load(
     """Load a data set or game from a folder, and download missing files into it.
 
     Args:
-        name: "mnist", "cifar10", "wikitext2", "multi30k", "imagenet" (any folder of classes) or the game "pong".
+        name: "mnist", "cifar10", "wikitext2", "multi30k", "books" (classic-books), "imagenet" (any folder of classes)
+            or the game "pong".
         folder: the data folder; None: $NERO_DATA, else ``~/.cache/nero``.
-        progress: called while a file is downloaded or tokenised, with the activity and file name, the bytes done and
-            the total bytes (0 if the server does not say).
+        progress: called while a file is downloaded, unpacked or tokenised, with the activity and file name, the bytes
+            done and the total bytes (0 if the server does not say).
 
     Raises:
         DataError: if a file is damaged or malformed, or is missing and cannot be downloaded.

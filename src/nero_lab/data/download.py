@@ -40,13 +40,13 @@ def new_hash(checksum: str) -> "hashlib._Hash":
     return hashlib.new(checksum.partition(":")[0], usedforsecurity=False)
 
 
-def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress | None, remedy: str) -> None:
+def download(urls: Sequence[str], path: Path, checksum: str | None, progress: Progress | None, remedy: str) -> None:
     """Download a file from the first mirror that delivers it intact.
 
     Args:
         urls: addresses of the file, the preferred one first.
         path: where to write it; its folder is created.
-        checksum: the expected checksum, as "sha256:..." or "md5:...".
+        checksum: the expected checksum, as "sha256:..." or "md5:..."; None if the caller verifies the content.
         progress: called as bytes arrive.
         remedy: advice that ends the error message if every mirror fails.
 
@@ -66,15 +66,15 @@ def download(urls: Sequence[str], path: Path, checksum: str, progress: Progress 
         raise DataError(f"could not download {path.name}; tried:\n{tried}\n{remedy}")
 
 
-def _fetch(url: str, part: Path, checksum: str, progress: Callable[[int, int], None] | None) -> None:
-    received = new_hash(checksum)
+def _fetch(url: str, part: Path, checksum: str | None, progress: Callable[[int, int], None] | None) -> None:
+    received = new_hash(checksum or "sha256")
     with closing(_chunks(url)) as chunks, part.open("wb") as file:
         for chunk in chunks:
             file.write(chunk.content)
             received.update(chunk.content)
             if progress is not None:
                 progress(chunk.done, chunk.total)
-    if received.hexdigest() != checksum.partition(":")[2]:
+    if checksum is not None and received.hexdigest() != checksum.partition(":")[2]:
         raise _MirrorError(f"the checksum must be {checksum}, got {received.hexdigest()}")
 
 

@@ -27,6 +27,10 @@ FILES: dict[str, dict[str, str]] = {
         "valid.txt": "sha256:f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
         "test.txt": "sha256:d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     },
+    "books": {
+        "train.txt": "sha256:5d2ac3c6a52ddc0cb6b38ab4e3af2569bfdafd63cfee36e731639205e41fb875",
+        "valid.txt": "sha256:47765932610eebf1aa1448b640ca90a3a04c3ac7da9d748dbc917501334fb0d6",
+    },
     "multi30k": {
         "train.lc.norm.tok.de": "sha256:cb5a23529b65ec2061f1dc446192a9c37382b63cc75f81a0be59d34894b3a505",
         "train.lc.norm.tok.en": "sha256:08925f8e0572bcd5a006702fc5fe20e2d77c6917d4eebd576fc20de6693c2119",
@@ -52,19 +56,29 @@ CIFAR10_TRAIN = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFAR10_TEST = "test_batch.bin"
 #: Training, validation and test text.
 WIKITEXT2 = ("train.txt", "valid.txt", "test.txt")
+#: Training and validation text of classic-books, and the archive and commit that they are built from.
+BOOKS = ("train.txt", "valid.txt")
+BOOKS_ARCHIVE = "classic-books-markdown.tar.gz"
+BOOKS_COMMIT = "944882722e9a96fa6cf2739dc2ea757e101f412f"
 #: Training, validation and test sentences, in German and English: lower-cased, normalised, tokenised by the authors.
 MULTI30K = tuple((f"{part}.lc.norm.tok.de", f"{part}.lc.norm.tok.en") for part in ("train", "val", "test_2016_flickr"))
 #: Raw files without ".gz", by the names of the tokenised ones.
 MULTI30K_RAW = {name: name.replace(".lc.norm.tok", "") for pair in MULTI30K for name in pair}
 
 #: Subfolder of the data folder, by data set.
-FOLDERS = {"mnist": "mnist", "cifar10": "cifar-10-batches-bin", "wikitext2": "wikitext-2", "multi30k": "multi30k/tok"}
+FOLDERS = {
+    "mnist": "mnist",
+    "cifar10": "cifar-10-batches-bin",
+    "wikitext2": "wikitext-2",
+    "multi30k": "multi30k/tok",
+    "books": "classic-books",
+}
 
 #: Subfolders that are searched for Multi30k's raw files, in order.
 RAW_FOLDERS = ("multi30k/raw", "multi30k", "multi30k/tok", "")
 
 #: Data sets with file names so generic that they are only searched for in their own subfolder.
-GENERIC_NAMES = ("wikitext2",)
+GENERIC_NAMES = ("wikitext2", "books")
 
 #: Base URLs of each data set, in the order in which they are tried.
 MIRRORS: dict[str, tuple[str, ...]] = {
@@ -73,4 +87,5 @@ MIRRORS: dict[str, tuple[str, ...]] = {
     # the copy of PyTorch's examples; the original host is gone
     "wikitext2": ("https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/",),
     "multi30k": ("https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok/",),
+    "books": ("https://codeload.github.com/mlschmitt/classic-books-markdown/tar.gz/",),
 }

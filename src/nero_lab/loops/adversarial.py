@@ -107,7 +107,7 @@ class Adversarial(Training):
         super().restore(state)
         load_network(self.pair, state["pair"])
         for name, optimiser in self.optimisers.items():
-            load_optimiser(optimiser, state["optimisers"][name], self.lr)
+            load_optimiser(optimiser, state["optimisers"][name])
         if self.step:
             self._begin_epoch()
             self.random.set_state(state["random"])

@@ -134,7 +134,7 @@ class Agent(Training):
         self.session.restore(state["arcade"])
         self._upload(self.session.frames, self._outcome)
         load_network(self.model, state["model"])
-        load_optimiser(self.optimiser, state["optimiser"], self.lr)
+        load_optimiser(self.optimiser, state["optimiser"])
         load_tensor(self.totals, state, "totals")
         call = self.step % self._round_calls
         if call:

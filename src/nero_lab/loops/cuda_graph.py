@@ -14,19 +14,20 @@ class CapturedStep:
     """Function of tensors that is captured at the first call with given shapes, and replayed from then on.
 
     Args:
-        function: the function; called under the stream.
+        function: the function; called under the stream. What it returns must be the same at every call, except for the
+            values of tensors.
         changing: returns all tensors that the function changes, which the warm-up must restore.
         stream: stream to capture on; None, as on a CPU: call the function directly.
         generator: random generator that the function draws from, if any.
         pool: memory pool, if shared with graphs that never run at the same time.
 
     Attributes:
-        graphs: each graph and its input tensors, by the input shapes.
+        graphs: each graph with its input tensors and what the function returned, by the input shapes.
     """
 
     def __init__(
         self,
-        function: Callable[..., None],
+        function: Callable[..., Any],
         changing: Callable[[], list[Tensor]],
         stream: torch.cuda.Stream | None,
         *,
@@ -34,24 +35,25 @@ class CapturedStep:
         pool: Any = None,
     ) -> None:
         self.function, self.changing, self.stream, self.generator = function, changing, stream, generator
-        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
+        self.graphs: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any]] = {}
         self._pool = torch.cuda.graph_pool_handle() if pool is None and stream is not None else pool
 
-    def __call__(self, *inputs: Tensor) -> None:
-        """Call the function, or replay it."""
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Call the function, or replay it. Return what it returned: after a replay, the tensors of that graph."""
         if self.stream is None:
-            self.function(*inputs)
-            return
+            return self.function(*inputs)
         key = tuple(value.shape for value in inputs)
         if key not in self.graphs:
             held = tuple(value.clone() for value in inputs)
-            self.graphs[key] = self._capture(held), held
-        graph, held = self.graphs[key]
+            graph, result = self._capture(held)
+            self.graphs[key] = graph, held, result
+        graph, held, result = self.graphs[key]
         for static, value in zip(held, inputs, strict=True):
             static.copy_(value)
         graph.replay()
+        return result
 
-    def _capture(self, held: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
+    def _capture(self, held: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, Any]:
         changing = self.changing()
         before = [tensor.clone() for tensor in changing]
         random = None if self.generator is None else self.generator.get_state()
@@ -64,5 +66,5 @@ class CapturedStep:
             self.generator.set_state(random)
             graph.register_generator_state(self.generator)
         with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
-            self.function(*held)
-        return graph
+            result = self.function(*held)
+        return graph, result

@@ -1,7 +1,8 @@
 """The loop of all supervised tasks."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +12,23 @@ from torch import Tensor, nn
 from nero_lab import baselines, distributed
 from nero_lab.data import Dataset
 from nero_lab.loops.cuda_graph import CapturedStep
-from nero_lab.loops.training import Training, copy_to_cpu, load_network, load_optimiser, load_tensor, matmul_precision
+from nero_lab.loops.training import (
+    Training,
+    autocast,
+    copy_to_cpu,
+    count_bytes,
+    load_network,
+    load_optimiser,
+    load_tensor,
+    matmul_precision,
+)
 from nero_lab.models.dropout import Dropout
 from nero_lab.protocol import SettingError, Settings, Task
 
 #: Steps of the next epoch that are queued before the host waits for the last epoch's metrics, to keep a GPU busy.
 READ_DELAY_STEPS = {"cuda": 8, "cpu": 0}
+#: Variants of a compiled block (shapes of batches, training or evaluation) before torch would run it uncompiled.
+RECOMPILE_LIMIT = 64
 
 
 class Supervised(Training):
@@ -24,7 +36,7 @@ class Supervised(Training):
 
     All randomness of an epoch (order, augmentation, dropout) comes from a generator that is seeded by the run's seed
     and the epoch, so a checkpoint is small. On a GPU, a step is a CUDA graph on a stream of the run's own; runs that
-    take turns at :meth:`advance` share the GPU.
+    take turns at :meth:`advance` share the GPU. Optimisers of :data:`nero_lab.baselines.EAGER` step outside the graph.
 
     Several processes (:mod:`nero_lab.distributed`) make every step together, each on its share of the batch, as
     replicas (DistributedDataParallel) or with the network split over them (FSDP2). Batch norm sees one share only; its
@@ -88,8 +100,12 @@ class Supervised(Training):
         if self.task.verdict is None:
             return {}
         self.model.eval()
-        with self._on_stream(), matmul_precision(self.settings.precision):
+        with self._on_stream(), self._in_precision():
             return self.task.verdict(self.model, self.data)
+
+    def sizes(self) -> dict[str, int]:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"parameters": parameters, "state_bytes": count_bytes(dict(self.optimiser.state))}
 
     def running_metrics(self) -> dict[str, float]:
         with self._on_stream():
@@ -112,7 +128,7 @@ class Supervised(Training):
         super().restore(state)
         load_network(self.model, state["model"])
         self._digest = _digest(state["model"][name] for name, _ in self.model.named_parameters())
-        load_optimiser(self.optimiser, state["optimiser"], self.lr)
+        load_optimiser(self.optimiser, state["optimiser"])
         if self.step:
             self._begin_epoch()
             self.generator.set_state(state["generator"])
@@ -134,20 +150,29 @@ class Supervised(Training):
         for module in self.model.modules():
             if isinstance(module, Dropout):
                 module.generator = self.generator
-        self.lr = torch.zeros((), device=self.device)
-        self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **contender.options)
-        baselines.prime(self.optimiser)
+        self._measure: Callable[..., tuple[Tensor, Tensor]] = _measure
+        if self.task.is_compiled and self.device.type == "cuda":
+            self._measure = _compile(self.model)
+        rate = torch.zeros((), device=self.device)
+        self.optimiser = baselines.make(contender.optimiser, self.model, rate, **contender.options)
+        self._is_eager = contender.optimiser in baselines.EAGER
+        if not self._is_eager:
+            baselines.prime(self.optimiser)
         self.totals = torch.zeros(3, dtype=torch.float64, device=self.device)  # loss, correct, count
         stream = self._stream if distributed.world_size() == 1 else None
-        self._learn = CapturedStep(self._update, self._changing, stream, generator=self.generator)
+        captured = self._find_gradients if self._is_eager else self._update
+        self._learn = CapturedStep(captured, self._changing, stream, generator=self.generator)
 
     def _make_step(self) -> None:
         if self.step == 0:
             self._begin_epoch()
-        self.lr.fill_(self.settings.lr * self.task.schedule(self.steps_done, self.steps_per_epoch))
+        rate = self.settings.lr * self.task.schedule(self.steps_done, self.steps_per_epoch)
+        baselines.set_rate(self.optimiser, rate)
         batch = self._batches[self.step]
         self.is_mid_step = True
-        self._learn(*batch)
+        gradients = self._learn(*batch)
+        if self._is_eager:
+            self._step_along(gradients)
         self.step += 1
         self.is_mid_step = False
 
@@ -158,16 +183,27 @@ class Supervised(Training):
         self.model.train()
 
     def _update(self, *batch: Tensor) -> None:
+        self._find_gradients(*batch)
+        with matmul_precision(self.settings.precision):
+            self.optimiser.step()
+
+    def _find_gradients(self, *batch: Tensor) -> list[Tensor | None]:
         *inputs, labels = batch
         with matmul_precision(self.settings.precision):
             self.optimiser.zero_grad()
-            logits = self._forward(*inputs)
-            loss = self._objective(logits, labels)
+            with autocast(self.settings.precision, self.device):
+                logits = self._forward(*inputs)
+                loss, totals = self._measure(logits, labels, self.task.smoothing, self.task.is_loss_summed)
             self._share_of(loss, labels).backward()  # type: ignore[no-untyped-call]
-            plain = not (self.task.smoothing or self.task.is_loss_summed)
-            totals = _count_totals(logits.detach(), labels, loss.detach() if plain else None)
-            self.optimiser.step()
             self.totals += distributed.all_sum(totals)
+        return [parameter.grad for parameter in self.model.parameters()]
+
+    def _step_along(self, gradients: list[Tensor | None]) -> None:
+        """Step by gradients that a CUDA graph has written; each of several graphs has its own tensors."""
+        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        with matmul_precision(self.settings.precision):
+            self.optimiser.step()
 
     def _share_of(self, loss: Tensor, labels: Tensor) -> Tensor:
         """Weight this process's mean loss, so that the processes' mean is the mean over the whole batch."""
@@ -175,10 +211,6 @@ class Supervised(Training):
             return loss
         whole = min(self.task.batch, self.data.examples - self.step * self.task.batch)
         return loss * (len(labels) * distributed.world_size() / whole)
-
-    def _objective(self, logits: Tensor, labels: Tensor) -> Tensor:
-        reduction = "sum" if self.task.is_loss_summed else "mean"
-        return _cross_entropy(logits, labels, label_smoothing=self.task.smoothing, reduction=reduction)
 
     def _changing(self) -> list[Tensor]:
         """Return all tensors that an update changes."""
@@ -214,10 +246,14 @@ class Supervised(Training):
         self.model.eval()
         totals = torch.zeros_like(self.totals)
         for *inputs, labels in self.data.batches(part):
-            with matmul_precision(self.settings.precision):
-                logits = self.model(*inputs)
-            totals += _count_totals(logits, labels)
+            with self._in_precision():
+                totals += self._measure(self.model(*inputs), labels)[1]
         return totals
+
+    @contextmanager
+    def _in_precision(self) -> Iterator[None]:
+        with matmul_precision(self.settings.precision), autocast(self.settings.precision, self.device):
+            yield
 
 
 def _count_steps(task: Task, examples: int) -> int:
@@ -246,12 +282,28 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **options)
 
 
-def _count_totals(logits: Tensor, labels: Tensor, loss: Tensor | None = None) -> Tensor:
-    """Return the summed loss, the number of correct predictions and the number of labels; ``loss`` is the mean."""
+def _measure(logits: Tensor, labels: Tensor, smoothing: float = 0.0, is_summed: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the loss to train on, and totals of the batch: plain loss, correct predictions and labels."""
+    reduction = "sum" if is_summed else "mean"
+    loss = _cross_entropy(logits, labels, label_smoothing=smoothing, reduction=reduction)
+    plain = _cross_entropy(logits.detach(), labels) if smoothing or is_summed else loss.detach()
     count = (labels >= 0).sum()
-    correct = (logits.argmax(-1) == labels).sum()
-    loss = _cross_entropy(logits, labels) if loss is None else loss
-    return torch.stack([loss.double() * count, correct.double(), count.double()])
+    correct = (logits.detach().argmax(-1) == labels).sum()
+    return loss, torch.stack([plain.double() * count, correct.double(), count.double()])
+
+
+def _compile(model: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Compile the blocks of a model in place, or the whole if it has no list of blocks. Return a compiled _measure.
+
+    Blocks with the same code compile once for all layers and for all runs of a sweep, which the whole model would not.
+    """
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for block in [block for module in lists for block in module] or [model]:
+        block.compile(dynamic=False)
+    return torch.compile(_measure, dynamic=False)
 
 
 def _finite_or_none(value: float) -> float | None:

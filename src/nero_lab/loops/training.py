@@ -100,6 +100,10 @@ class Training(ABC):
         """Return results besides the curves, at the end."""
         return {}
 
+    def sizes(self) -> dict[str, int]:
+        """Return numbers of the record that tell the memory of a run, such as the bytes of the optimiser's state."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """Return all that :meth:`restore` needs, as tensors and plain Python objects."""
         return {
@@ -220,6 +224,14 @@ def copy_to_cpu(value: Any) -> Any:
     return value
 
 
+def count_bytes(value: Any) -> int:
+    """Sum the bytes of all tensors in nested dicts and lists."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(count_bytes, items))
+
+
 def load_network(network: nn.Module, state: dict[str, Any]) -> None:
     """Load parameters and buffers.
 
@@ -243,8 +255,8 @@ def load_tensor(tensor: Tensor, state: dict[str, Any], name: str) -> None:
     tensor.copy_(state[name])
 
 
-def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: Tensor) -> None:
-    """Load the state of an optimiser that was primed, and reattach the run's learning-rate tensor.
+def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load the state of an optimiser that was primed, and reattach the run's learning-rate tensors.
 
     Raises:
         KeyError: if the state lacks something. torch does not check, and would fail in a later step.
@@ -261,7 +273,7 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], lr: 
     for name, value in wanted.items():
         _require_same_kind(name, loaded[name], value)
     for group, before in zip(optimiser.param_groups, now["param_groups"], strict=True):
-        group["lr"] = lr  # loading copied the tensor
+        group["lr"] = before["lr"]  # loading copied the tensor
         if "fused" in before:
             group["fused"] = before["fused"]  # says how to compute, and depends on the number of processes
 
@@ -285,11 +297,22 @@ def _kind(value: Any) -> str:
 
 @contextmanager
 def matmul_precision(name: Precision) -> Iterator[None]:
-    """Compute matrix products and convolutions in float32, or in TF32 on a GPU; benchmark cuDNN's kernels."""
+    """Compute matrix products and convolutions in float32, or in TF32 on a GPU; benchmark cuDNN's kernels.
+
+    With bf16, products outside of :func:`autocast` are in TF32.
+    """
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=name == "tf32"):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=name != "float32"):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def autocast(name: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """Enter bfloat16 arithmetic for forward passes and losses, if that is the precision."""
+    if name != "bf16":
+        return nullcontext()
+    # a cached copy of a weight could outlive the CUDA graph that made it
+    return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)

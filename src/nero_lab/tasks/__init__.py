@@ -1,9 +1,9 @@
-"""The tasks of the lab by name: the paper's experiments, then the study of step size by depth."""
+"""The tasks of the lab by name: the paper's experiments, the study of today, and the study of step size by depth."""
 
 from nero_lab.protocol import SettingError, Task
-from nero_lab.tasks import depth, paper
+from nero_lab.tasks import depth, paper, today
 
-TASKS: dict[str, Task] = {task.name: task for task in (*paper.TASKS, *depth.TASKS)}
+TASKS: dict[str, Task] = {task.name: task for task in (*paper.TASKS, *today.TASKS, *depth.TASKS)}
 
 
 def task_named(name: str, *optimisers: str) -> Task:

@@ -182,7 +182,13 @@ def test_capture_restores_state_and_generator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", capturing)
     step = CapturedStep(add, lambda: [total], "stream", generator=generator, pool="pool")
     capture = step._capture
-    monkeypatch.setattr(step, "_capture", lambda held: (graph := capture(held), setattr(graph, "held", held))[0])
+
+    def capture_and_keep(held):
+        graph, result = capture(held)
+        graph.held = held
+        return graph, result
+
+    monkeypatch.setattr(step, "_capture", capture_and_keep)
     ones, expected = torch.ones(1), torch.Generator()
     for numbers in (ones, 2 * ones, torch.zeros(3), 2 * ones):
         step(numbers)

@@ -84,7 +84,7 @@ def by_depth(task: Task) -> Task:
     """
     nero = task.contenders[_nero_contender(task)]
     contenders = {
-        name: replace(nero, best=TRUST, options={**nero.options, "depth": "auto", **bound})
+        name: replace(nero, best=TRUST, options={**nero.options, "depth": "auto", **bound}, grid=None)
         for name, bound in FORMS.items()
     }
     return replace(task, study="depth", shows="", contenders=contenders, grid=TRUSTS)

@@ -1,0 +1,130 @@
+"""Optimisers from libraries, as people run them in 2026: AdamW, Muon, NorMuon, SOAP and Lion."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nero_lab.baselines.batched import check_number
+from nero_lab.baselines.together import Together
+
+#: Decay of weights with two or more axes, per step and relative to the learning rate.
+WEIGHT_DECAY = 0.1
+#: The learning rate of AdamW relative to that of Muon, which has the hidden matrices.
+ADAMW_RATIO = 0.15
+#: Averages of AdamW.
+BETAS = (0.9, 0.95)
+
+
+def adamw(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+    """Make AdamW, which decays weights of two or more axes."""
+    return _adamw(model.parameters(), lr, weight_decay)
+
+
+def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+    """Make torch's Muon for the hidden matrices, with AdamW for all other parameters."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"muon needs torch 2.9 or newer, got {torch.__version__}: install a newer torch")
+    _check_decay(weight_decay)
+
+    def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(matrices, lr=_as_float(lr), weight_decay=weight_decay)
+
+    return _with_adamw(of_matrices, model, _as_float(lr), weight_decay)
+
+
+def normuon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+    """Make NorMuon for the hidden matrices, with AdamW for all other parameters."""
+    _check_decay(weight_decay)
+    make = _from_library("NorMuon")
+
+    def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
+        return make([{"params": matrices, "lr": lr, "weight_decay": weight_decay, "use_muon": True}])
+
+    return _with_adamw(of_matrices, model, lr, weight_decay)
+
+
+def lion(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+    """Make Lion, which decays weights of two or more axes."""
+    return _from_library("Lion")(_by_decay(model.parameters(), weight_decay), lr=lr)
+
+
+def soap(
+    model: nn.Module,
+    lr: float | Tensor,
+    weight_decay: float = WEIGHT_DECAY,
+    precondition_frequency: int = 10,
+    max_precondition_dim: int = 2048,
+) -> torch.optim.Optimizer:
+    """Make SOAP for all parameters; axes longer than ``max_precondition_dim`` keep the basis of Adam."""
+    return _from_library("SOAP")(
+        _by_decay(model.parameters(), weight_decay),
+        lr=_as_float(lr),
+        precondition_frequency=precondition_frequency,
+        max_precondition_dim=max_precondition_dim,
+    )
+
+
+def hidden_matrices(model: nn.Module) -> list[Tensor]:
+    """Return the weights that Muon is made for.
+
+    These are the weights of linear layers, except the head and the embeddings: the last linear layer, or those whose
+    name ends in ``head``; layers with ``embed`` or ``patch`` in their name; and a weight that an embedding shares.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    heads = [name for name in layers if name.endswith("head")] or list(layers)[-1:]
+    tables: set[Tensor] = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    outer = tables | {layers[name].weight for name in layers if name in heads or "embed" in name or "patch" in name}
+    weights = dict.fromkeys(layer.weight for layer in layers.values())  # shared ones once
+    return [weight for weight in weights if weight.requires_grad and weight not in outer]
+
+
+def _with_adamw(
+    make: Callable[[list[Tensor]], torch.optim.Optimizer], model: nn.Module, lr: float | Tensor, weight_decay: float
+) -> torch.optim.Optimizer:
+    """Give the hidden matrices to one optimiser, and all other parameters to AdamW at its own rate."""
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise ValueError(f"{type(model).__name__} has no hidden matrices for Muon: take adamw")
+    hidden = set(matrices)
+    others = [parameter for parameter in model.parameters() if parameter not in hidden]
+    rest = _adamw(others, lr * ADAMW_RATIO, weight_decay)
+    for group in rest.param_groups:
+        group["lr_ratio"] = ADAMW_RATIO
+    return Together([make([*matrices]), rest])
+
+
+def _adamw(parameters: Iterable[nn.Parameter], lr: float | Tensor, weight_decay: float) -> torch.optim.Optimizer:
+    # torch captures only a capturable step in a CUDA graph
+    return torch.optim.AdamW(_by_decay(parameters, weight_decay), lr=lr, betas=BETAS, fused=True, capturable=True)
+
+
+def _by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return the parameters in groups: those of two or more axes decay."""
+    _check_decay(weight_decay)
+    parameters = list(parameters)
+    groups = [
+        {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check_decay(weight_decay: float) -> None:
+    check_number("weight_decay", weight_decay, "finite and not negative, like 0.1", lambda x: 0 <= x < math.inf)
+
+
+def _as_float(lr: float | Tensor) -> float:
+    """Return a rate that the optimiser can read without waiting for the device."""
+    return lr.item() if isinstance(lr, Tensor) else lr
+
+
+def _from_library(name: str) -> Callable[..., torch.optim.Optimizer]:
+    try:
+        import pytorch_optimizer
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name} needs {error.name}: install with pip install 'nero-optim[lab]'") from error
+    found: Callable[..., torch.optim.Optimizer] = getattr(pytorch_optimizer, name)
+    return found

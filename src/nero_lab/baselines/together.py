@@ -1,0 +1,66 @@
+"""Several optimisers as one, each with parameters of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+
+
+class Together(torch.optim.Optimizer):
+    """Optimisers that step one after another, with one list of groups, one state and one checkpoint.
+
+    The hooks of this object run once a step, before the first and after the last of its parts.
+
+    Args:
+        parts: optimisers of disjoint parameters, before their first step. They share their groups and their state with
+            this one.
+
+    Raises:
+        ValueError: if two parts have a parameter in common.
+
+    Example:
+        >>> weight, bias = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        >>> optimiser = Together([torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([bias], lr=0.01)])
+        >>> [group["lr"] for group in optimiser.param_groups]
+        [0.1, 0.01]
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every part.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave."""
+        super().load_state_dict(state_dict)
+        self._share()  # loading replaces the groups and the state
+
+    def _share(self) -> None:
+        start = 0
+        for part in self.parts:
+            stop = start + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start:stop], self.state
+            start = stop

@@ -118,6 +118,12 @@ def test_width_of_one_rate_or_all_diverged_is_none():
     assert study.width("gpt", "adamw") is None
 
 
+def test_best_rate_is_chosen_as_the_sweep_does():
+    low, high = search({0.01: 1.0, 0.02: 1.001})
+    low["curve"]["valid_loss"][-1] = 9.0
+    assert Study([low, high]).best_rate("gpt", "nero") == 0.02
+
+
 def test_best_rate_is_of_the_lowest_seed():
     study = Study([*search({0.01: 1.2, 0.02: 1.1, 0.04: None}), make_record(9.0, rate=0.02, seed=1)])
     assert study.best_rate("gpt", "nero") == 0.02
@@ -144,11 +150,14 @@ def test_study_leaves_out_short_runs_and_says_so():
     assert "1 run" in TABLES["gpt"](study).splitlines()[-1]
 
 
-def test_record_without_its_measure_raises():
-    record = make_record(1.0)
-    del record["valid_bits_per_byte"]
+def test_record_without_its_measure_raises_unless_diverged():
+    whole, diverged = make_record(1.0), make_record(None)
+    del whole["valid_bits_per_byte"], diverged["valid_bits_per_byte"]
+    assert Study([diverged]).values("gpt", "nero") == [math.inf]
     with pytest.raises(StoreError, match="valid_bits_per_byte"):
-        Study([record])
+        Study([whole])
+    with pytest.raises(StoreError, match="curve test_accuracy"):
+        Study([{**whole, "task": "vit"}])
 
 
 def test_diverged_run_with_finite_accuracy_is_infinite():
@@ -197,7 +206,7 @@ def test_airbench_counts_runs_at_the_target():
 def all_records() -> list[dict[str, Any]]:
     """Return a study with every task, diverged runs and missing numbers."""
     records = []
-    for task in ("gpt", "gpt-large", "gpt-w256", "gpt-d16", "vit"):
+    for task in ("gpt", "gpt-large", "gpt-w256", "gpt-d16", "gpt-w1024", "vit"):
         for place, contender in enumerate(("nero", "muon", "unknown")):
             near = 1 + 0.1 * place
             records += search({0.01: near, 0.02: 1.3 * near, 0.04: 9.0, 0.08: None}, contender, task=task)

@@ -16,7 +16,7 @@ from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style
 from nero_lab.report.labels import LABEL_GAP, spread_labels
 from nero_lab.report.names import display_name
 from nero_lab.report.scales import PEAK_MARKER, style_axes
-from nero_lab.report.today.study import DEPTHS, OURS, WIDTHS, Run, Study, Width, goal_of
+from nero_lab.report.today.study import OURS, SERIES, Run, Study, Width, goal_of
 
 PALE = "#d9d9d9"
 COLUMNS = 4
@@ -143,8 +143,7 @@ def draw_state(study: Study, task: str) -> Figure:
 
 def draw_transfer(study: Study) -> Figure:
     """Draw the result by rate at each width and depth that was run, one column a contender; a star is the best rate."""
-    kinds = {"width": [f"gpt-w{width}" for width in WIDTHS], "depth": [f"gpt-d{depth}" for depth in DEPTHS]}
-    rows = {kind: run for kind, tasks in kinds.items() if (run := [task for task in tasks if study.runs(task)])}
+    rows = {kind: list(tasks.values()) for kind, tasks in SERIES.items() if _has_series(study, kind)}
     known = [(task, name) for tasks in rows.values() for task in tasks for name in study.contenders(task)]
     contenders = list(dict.fromkeys(name for task, name in known if study.search(task, name)))
     columns = len(contenders)
@@ -169,8 +168,8 @@ def draw_transfer(study: Study) -> Figure:
             axes.tick_params(labelleft=not column, labelsize=8)
             axes.set_ylabel(f"{goal_of(tasks[0]).name}, by {kind}" if not column else "", fontsize=9)
         handles = [
-            Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {task.partition('-')[2][1:]}")
-            for place, task in enumerate(tasks)
+            Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {size}")
+            for place, size in enumerate(SERIES[kind])
         ]
         options = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False, "fontsize": SMALL_PT}
         panels[(row + 1) * columns - 1].legend(handles=handles, **options)
@@ -206,11 +205,13 @@ def draw_airbench(study: Study) -> Figure:
     return figure
 
 
-TRANSFERS = (*(f"gpt-w{width}" for width in WIDTHS), *(f"gpt-d{depth}" for depth in DEPTHS))
+def _has_runs(study: Study, task: str) -> bool:
+    return bool(study.runs(task))
 
 
-def _has_runs(study: Study, *tasks: str) -> bool:
-    return any(study.runs(task) for task in tasks)
+def _has_series(study: Study, kind: str) -> bool:
+    """Tell whether two sizes of a series were run, which can be compared."""
+    return sum(bool(study.runs(task)) for task in SERIES[kind].values()) > 1
 
 
 def _has_state(study: Study, task: str) -> bool:
@@ -230,7 +231,7 @@ FIGURES = {
     "gpt-large-curves": _drawing("Large GPT: validation loss by steps and by seconds", draw_curves, "gpt-large"),
     "gpt-transfer": Drawing(
         "GPT: bits per byte by learning rate at each width and depth",
-        lambda study: _has_runs(study, *TRANSFERS),
+        lambda study: any(_has_series(study, kind) for kind in SERIES),
         draw_transfer,
     ),
     "vit-rates": _drawing("ViT: test error by learning rate, one panel a contender", draw_sensitivity, "vit"),

@@ -14,7 +14,11 @@ from nero_lab.tasks import TASKS
 
 #: Contenders of this library; all others are other people's.
 OURS = ("nero", "nero-momentum", "nero-auto", "nero-momentum-auto", "muon-balanced", "adamw-balanced")
-WIDTHS, DEPTHS = (256, 512, 1024), (4, 8, 16)
+#: The tasks of each series, by size. The smallest network has a place in both.
+SERIES = {
+    "width": {256: "gpt-w256", 512: "gpt-w512", 1024: "gpt-w1024"},
+    "depth": {4: "gpt-w256", 8: "gpt-d8", 16: "gpt-d16"},
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Run(NamedTuple):
 
     Attributes:
         value: the measure that decides; infinity if the run has diverged.
+        searched: the curve's last value, by which ``nero sweep`` chooses the rate.
         curve: one value an interval; infinity where it is not finite.
         state: the optimiser's bytes a parameter, if recorded.
     """
@@ -81,6 +86,7 @@ class Run(NamedTuple):
     rate: float
     seed: int
     value: float
+    searched: float
     curve: tuple[float, ...]
     seconds: float
     side_by_side: int
@@ -151,7 +157,7 @@ class Study:
             return None
         if task == "airbench":
             return max(found, key=lambda rate: (len(self.at_rate(task, contender, rate)), -found[rate].value))
-        return min(found, key=lambda rate: found[rate].value)
+        return min(found, key=lambda rate: found[rate].searched)
 
     def at_rate(self, task: str, contender: str, rate: float) -> list[Run]:
         """Return the runs at a rate, in the order of their seeds."""
@@ -223,20 +229,22 @@ def parse(record: Mapping[str, Any]) -> Run:
     """
     goal = goal_of(record["task"])
     curve, path = record["curve"], record.get("path", f"a record of {record['task']}")
-    if goal.result and goal.result not in record:
-        raise StoreError(f"{path} lacks {goal.result}; run it again")
     if goal.curve not in curve:
         raise StoreError(f"{path} lacks the curve {goal.curve}; run it again")
-    value = goal.convert(record[goal.result] if goal.result else curve[goal.curve][-1])
+    last = curve[goal.curve][-1]
     # an accuracy stays a number after a divergence
-    has_diverged = curve.get("train_loss", [0.0])[-1] is None
+    has_diverged = last is None or curve.get("train_loss", [0.0])[-1] is None
+    if goal.result and goal.result not in record and not has_diverged:
+        raise StoreError(f"{path} lacks {goal.result}; run it again")
+    value = last if goal.result is None else record.get(goal.result)
     state, parameters = record.get("state_bytes"), record.get("parameters")
     return Run(
         task=record["task"],
         contender=record["optimiser"],
         rate=record["lr"],
         seed=record["seed"],
-        value=math.inf if has_diverged else value,
+        value=math.inf if has_diverged else goal.convert(value),
+        searched=math.inf if has_diverged else goal.convert(last),
         curve=tuple(map(goal.convert, curve[goal.curve])),
         # airbench has a clock of its own, without evaluations
         seconds=record.get("train_seconds", record.get("seconds", math.nan)),

@@ -12,7 +12,7 @@ from nero_lab.report.pages import fill_blocks
 from nero_lab.report.tables import NOT_RUN
 from nero_lab.report.today.figures import FIGURES, TARGET
 from nero_lab.report.today.significance import margin
-from nero_lab.report.today.study import DEPTHS, OURS, WIDTHS, Run, Study, goal_of
+from nero_lab.report.today.study import OURS, SERIES, Run, Study, goal_of
 
 #: The tasks that rank contenders, each with its name on the overview.
 RANKED = {"gpt": "GPT", "gpt-large": "GPT, large", "vit": "ViT", "airbench": "airbench"}
@@ -34,7 +34,7 @@ def overview(study: Study) -> str:
 def runs(study: Study) -> str:
     """Count the runs of each task, and name their precision and device."""
     rows = []
-    for task in (*RANKED, *(f"gpt-w{width}" for width in WIDTHS), *(f"gpt-d{depth}" for depth in DEPTHS)):
+    for task in dict.fromkeys([*RANKED, *(task for tasks in SERIES.values() for task in tasks.values())]):
         found = study.runs(task)
         tried = [contender for contender in study.contenders(task) if study.search(task, contender)]
         row: list[object] = [task, len(found) or NOT_RUN]
@@ -117,10 +117,9 @@ def rates(study: Study, task: str) -> str:
     return render_table(["contender", *(f"rate {place}" for place in range(1, columns))], rows)
 
 
-def transfer(study: Study, letter: str) -> str:
+def transfer(study: Study, kind: str) -> str:
     """List the best rates by width or by depth, and what it costs to keep the smallest network's rate."""
-    sizes = WIDTHS if letter == "w" else DEPTHS
-    tasks = [f"gpt-{letter}{size}" for size in sizes]
+    sizes, tasks = list(SERIES[kind]), list(SERIES[kind].values())
     tried = dict.fromkeys(name for task in tasks for name in study.contenders(task) if study.search(task, name))
     rows = []
     for contender in tried:
@@ -138,7 +137,6 @@ def transfer(study: Study, letter: str) -> str:
         rows.append([_name(contender), *cells, f"{max(known) / min(known):.3g}", cost])
     if not rows:
         return NOT_RUN
-    kind = "width" if letter == "w" else "depth"
     head = ["contender", *(f"{kind} {size}" for size in sizes), "best rates differ by"]
     return render_table([*head, f"cost of {sizes[0]}'s rate at {sizes[-1]}"], rows)
 
@@ -208,8 +206,8 @@ TABLES: dict[str, Callable[[Study], str]] = {
     **{task: partial(ranking, task=task) for task in ("gpt", "gpt-large", "vit")},
     **{f"{task}-ours": partial(ours, task=task) for task in RANKED},
     **{f"{task}-rates": partial(rates, task=task) for task in ("gpt", "gpt-large", "vit")},
-    "widths": partial(transfer, letter="w"),
-    "depths": partial(transfer, letter="d"),
+    "widths": partial(transfer, kind="width"),
+    "depths": partial(transfer, kind="depth"),
     "airbench": airbench,
     "airbench-rates": airbench_rates,
     **{f"figure-{name}": partial(figure, name=name) for name in FIGURES},

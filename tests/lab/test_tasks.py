@@ -39,7 +39,7 @@ from nero_lab.tasks import TASKS, task_named
 
 MNIST = Path(os.environ.get("NERO_DATA", Path(__file__).parents[3] / "shared" / "data"))
 SUPERVISED = [
-    task for task in TASKS.values() if task.study != "depth" and task.loop is None and task.dataset != "imagenet"
+    task for task in TASKS.values() if task.study == "paper" and task.loop is None and task.dataset != "imagenet"
 ]
 BALANCED = {"nero", "nero-scaled", "nero-both", "lamb-balanced", "madam-balanced"}
 

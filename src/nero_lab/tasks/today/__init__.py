@@ -1,5 +1,6 @@
 """The study of today: Nero beside the optimisers that people use in 2026."""
 
 from nero_lab.protocol import Task
+from nero_lab.tasks.today import gpt
 
-TASKS: tuple[Task, ...] = ()
+TASKS: tuple[Task, ...] = (*gpt.TASKS,)

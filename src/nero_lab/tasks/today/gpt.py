@@ -1,0 +1,84 @@
+"""Language models of classic-books: a small and a larger GPT, and series of widths and depths.
+
+A step has 64 windows of 256 tokens. An "epoch" is an interval of 100 steps, after which a sample of the validation text
+is evaluated. The rate rises over the first 5 % of the steps and falls linearly to zero. A record holds the bits per
+byte on the whole validation text, which texts of any tokenizer can be compared by.
+
+``gpt`` has 10.6 million parameters without embedding and head, ``gpt-large`` 39.3 million. The series ask whether the
+best rate stays where it is: widths 256, 512 and 1024 at depth 4, and depths 4 (``gpt-w256``), 8 and 16 at width 256.
+"""
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+from nero_lab.data import Books, Dataset
+from nero_lab.models.gpt import GPT
+from nero_lab.protocol import Seconds, Task, warm_up_then_linear
+from nero_lab.tasks.today.contenders import CONTENDERS
+
+#: Intervals of 100 steps.
+INTERVALS, SERIES_INTERVALS = 15, 5
+WARM_UP_SHARE = 0.05
+BATCH = 64
+LARGE = ("adamw", "muon", "muon-balanced", "nero", "nero-momentum", "nero-momentum-auto")
+SERIES = ("adamw", "muon", "nero", "nero-momentum", "nero-auto", "nero-momentum-auto")
+
+
+@torch.no_grad()
+def bits_per_byte(model: nn.Module, data: Dataset) -> dict[str, float]:
+    """Evaluate the whole validation text; nothing if the model has diverged.
+
+    Returns:
+        ``full_valid_loss``, nats per token, and ``valid_bits_per_byte``, the same in bits per byte of the tokens that
+        are predicted, which are all but the first.
+    """
+    assert isinstance(data, Books)
+    nats = torch.zeros((), dtype=torch.float64, device=data.device)
+    for inputs, labels in data.batches("all"):
+        nats += F.cross_entropy(model(inputs).float().flatten(0, 1), labels.flatten(), reduction="sum")
+    predicted = data.valid[1:].long()
+    if not math.isfinite(total := nats.item()):
+        return {}
+    return {
+        "full_valid_loss": total / len(predicted),
+        "valid_bits_per_byte": total / math.log(2) / data.token_bytes[predicted].sum().item(),
+    }
+
+
+def language_model(name: str, title: str, depth: int, width: int, intervals: int, contenders: tuple[str, ...]) -> Task:
+    """Return the task of a GPT of the given depth and width."""
+    return Task(
+        name=name,
+        study="today",
+        shows="",
+        title=title,
+        dataset="books",
+        model=partial(GPT, depth=depth, width=width),
+        contenders={each: CONTENDERS[each] for each in contenders},
+        grid=(),
+        epochs=intervals,
+        batch=BATCH,
+        schedule=warm_up_then_linear(WARM_UP_SHARE, intervals),
+        metric="valid_loss",
+        seconds=Seconds(),
+        verdict=bits_per_byte,
+        precision="bf16",
+        is_compiled=True,
+    )
+
+
+def _of_series(name: str, depth: int, width: int) -> Task:
+    title = f"Does the best rate change with the size? Depth {depth}, width {width}"
+    return language_model(name, title, depth, width, SERIES_INTERVALS, SERIES)
+
+
+TASKS: tuple[Task, ...] = (
+    language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, tuple(CONTENDERS)),
+    language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, INTERVALS, LARGE),
+    *(_of_series(f"gpt-w{width}", 4, width) for width in (256, 512, 1024)),
+    *(_of_series(f"gpt-d{depth}", depth, 256) for depth in (8, 16)),
+)

@@ -62,7 +62,7 @@ class Goal:
 GOALS = {
     "gpt": Goal("bits per byte", "valid_loss", "valid_bits_per_byte", digits=4, unit="steps", interval=100),
     "vit": Goal("test error, %", "test_accuracy", None, digits=2, unit="epochs", is_accuracy=True),
-    "airbench": Goal("test error, %", "test_accuracy", "tta_accuracy", digits=2, unit="epochs", is_accuracy=True),
+    "airbench": Goal("test error, %", "test_accuracy", "tta_accuracy", digits=3, unit="epochs", is_accuracy=True),
 }
 
 

@@ -67,6 +67,31 @@ def flip(pixels: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(mirrored, pixels.flip(3), pixels)
 
 
+def translate_and_flip(pixels: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
+    """Move each image by whole pixels, with its reflection where the image ends, and mirror some.
+
+    Args:
+        pixels: (N, C, H, W); not modified.
+        shifts: integers (N, 2): how far to move the window down and right.
+        flips: bool (N,): True to mirror.
+
+    Returns:
+        The moved images, in channels-last layout.
+
+    Example:
+        >>> pixels = torch.arange(4).expand(2, 1, 1, 4)
+        >>> translate_and_flip(pixels, torch.tensor([[0, 1], [0, -2]]), torch.tensor([False, True])).flatten(1).tolist()
+        [[1, 2, 3, 2], [1, 0, 1, 2]]
+    """
+    rows, columns = (
+        (size - 1) - ((size - 1) - (torch.arange(size, device=pixels.device) + shift[:, None]).abs()).abs()
+        for size, shift in zip(pixels.shape[2:], shifts.unbind(1), strict=True)
+    )
+    columns = torch.where(flips[:, None], columns.flip(1), columns)
+    images = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    return pixels.permute(0, 2, 3, 1)[images, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
 def _draw(count: int, generator: torch.Generator, padding: int, degrees: float, device: torch.device) -> _Draws:
     shifts = torch.randint(-padding, padding + 1, (count, 2), generator=generator, device=device)
     flips = torch.randint(2, (count,), generator=generator, device=device).bool()

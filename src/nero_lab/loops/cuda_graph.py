@@ -42,16 +42,20 @@ class CapturedStep:
         """Call the function, or replay it. Return what it returned: after a replay, the tensors of that graph."""
         if self.stream is None:
             return self.function(*inputs)
+        graph, held, result = self.prepare(*inputs)
+        for static, value in zip(held, inputs, strict=True):
+            static.copy_(value)
+        graph.replay()
+        return result
+
+    def prepare(self, *inputs: Tensor) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any]:
+        """Capture the function for inputs of these shapes, unless that is done. Return the entry of the graph."""
         key = tuple(value.shape for value in inputs)
         if key not in self.graphs:
             held = tuple(value.clone() for value in inputs)
             graph, result = self._capture(held)
             self.graphs[key] = graph, held, result
-        graph, held, result = self.graphs[key]
-        for static, value in zip(held, inputs, strict=True):
-            static.copy_(value)
-        graph.replay()
-        return result
+        return self.graphs[key]
 
     def _capture(self, held: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, Any]:
         changing = self.changing()

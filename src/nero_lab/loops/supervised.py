@@ -23,7 +23,7 @@ from nero_lab.loops.training import (
     matmul_precision,
 )
 from nero_lab.models.dropout import Dropout
-from nero_lab.protocol import SettingError, Settings, Task
+from nero_lab.protocol import Contender, SettingError, Settings, Task
 
 #: Steps of the next epoch that are queued before the host waits for the last epoch's metrics, to keep a GPU busy.
 READ_DELAY_STEPS = {"cuda": 8, "cpu": 0}
@@ -153,8 +153,7 @@ class Supervised(Training):
         self._measure: Callable[..., tuple[Tensor, Tensor]] = _measure
         if self.task.is_compiled and self.device.type == "cuda":
             self._measure = _compile(self.model)
-        rate = torch.zeros((), device=self.device)
-        self.optimiser = baselines.make(contender.optimiser, self.model, rate, **contender.options)
+        self.optimiser = self._make_optimiser(contender)
         self._is_eager = contender.optimiser in baselines.EAGER
         if not self._is_eager:
             baselines.prime(self.optimiser)
@@ -162,6 +161,10 @@ class Supervised(Training):
         stream = self._stream if distributed.world_size() == 1 else None
         captured = self._find_gradients if self._is_eager else self._update
         self._learn = CapturedStep(captured, self._changing, stream, generator=self.generator)
+
+    def _make_optimiser(self, contender: Contender) -> torch.optim.Optimizer:
+        rate = torch.zeros((), device=self.device)
+        return baselines.make(contender.optimiser, self.model, rate, **contender.options)
 
     def _make_step(self) -> None:
         if self.step == 0:

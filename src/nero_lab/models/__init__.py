@@ -1,1 +1,1 @@
-"""The paper's networks, written from its appendix."""
+"""The networks of the experiments: the paper's, written from its appendix, and those of other studies."""

@@ -11,7 +11,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from nero_lab.data import augmentation, crops
-from nero_lab.data.augmentation import crop_flip_rotate, flip
+from nero_lab.data.augmentation import crop_flip_rotate, flip, translate_and_flip
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -235,3 +235,16 @@ def test_crop_and_resize_limits_its_memory(monkeypatch: pytest.MonkeyPatch):
         torch.testing.assert_close(crops.crop_and_resize(pixels, boxes, (4, 4), flips), together)
         assert sizes == pieces
         sizes.clear()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_translation_reflects_the_border(device: str) -> None:
+    pixels = random_bytes(25, 3, 5, 7, device=device)
+    moves = [(down, right) for down in range(-2, 3) for right in range(-2, 3)]
+    flips = torch.arange(25, device=device) % 3 == 0
+    found = translate_and_flip(pixels, torch.tensor(moves, device=device), flips)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    padded = torch.nn.functional.pad(pixels.float(), (2, 2, 2, 2), "reflect").byte()
+    for image, source, (down, right), is_flipped in zip(found, padded, moves, flips.tolist(), strict=True):
+        window = source[:, 2 + down : 7 + down, 2 + right : 9 + right]
+        assert torch.equal(image, window.flip(2) if is_flipped else window)

@@ -1,6 +1,6 @@
 """The study of today: Nero beside the optimisers that people use in 2026."""
 
 from nero_lab.protocol import Task
-from nero_lab.tasks.today import gpt
+from nero_lab.tasks.today import airbench, gpt, vit
 
-TASKS: tuple[Task, ...] = (*gpt.TASKS,)
+TASKS: tuple[Task, ...] = (*gpt.TASKS, vit.task, airbench.task)

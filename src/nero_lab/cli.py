@@ -343,10 +343,11 @@ def _check_same_runs(task: Task, runs: list[Settings], store: Store) -> None:
 
 
 def _bytes_needed(task: Task, at_a_time: int) -> int:
-    """Estimate the space for checkpoints: weights and at most two states per weight, in the old file and the new."""
+    """Estimate the space for checkpoints, old and new: weights and two states per weight, or ten if SOAP trains."""
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    files, tensors, float32_bytes, other_bytes = 2, 3, 4, 2**26
+    states = 10 if any(contender.optimiser == "soap" for contender in task.contenders.values()) else 2
+    files, tensors, float32_bytes, other_bytes = 2, 1 + states, 4, 2**26
     return files * tensors * float32_bytes * parameters * at_a_time + other_bytes
 
 

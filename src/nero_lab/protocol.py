@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from nero_lab import baselines
 from nero_lab.data.dataset import Augment
 
 #: Of matrix products: float32, TF32, or bfloat16 by autocast, with parameters in float32.
@@ -133,10 +134,12 @@ class Task:
         """Return the checked settings of a run. Omitted values are those of the task.
 
         Raises:
-            SettingError: if a value is impossible for this task.
+            SettingError: if a value is impossible for this task, or the optimiser is not installed.
         """
         if contender not in self.contenders:
             raise SettingError(f"{self.name} has no optimiser {contender!r}: take one of {', '.join(self.contenders)}")
+        if fault := baselines.missing(self.contenders[contender].optimiser):
+            raise SettingError(fault)
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
         precision = self.precision if precision is None else precision

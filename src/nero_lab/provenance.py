@@ -30,7 +30,7 @@ def commit() -> str | None:
 def versions() -> dict[str, str]:
     """Return the versions of all packages that can affect a result."""
     found = {"python": platform.python_version(), "nero": nero.__version__, "torch": torch.__version__}
-    for name in ("triton", "numba", "ale-py"):
+    for name in ("triton", "numba", "ale-py", "pytorch-optimizer"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     if torch.version.cuda is not None:

@@ -11,10 +11,11 @@ import nero
 from nero_lab.baselines import library
 from nero_lab.baselines.batched import check_beta, check_number
 from nero_lab.baselines.lamb import Lamb
+from nero_lab.baselines.library import missing
 from nero_lab.baselines.madam import Madam
 from nero_lab.baselines.together import Together
 
-__all__ = ["EAGER", "OPTIONS", "Lamb", "Madam", "make", "prime", "set_rate"]
+__all__ = ["EAGER", "OPTIONS", "Lamb", "Madam", "make", "missing", "prime", "set_rate"]
 
 #: β of every running average of squares.
 BETA = 0.999
@@ -36,8 +37,8 @@ OPTIONS = {
     "soap": ("weight_decay", "precondition_frequency", "max_precondition_dim", "balanced"),
 }
 
-#: Optimisers whose steps read numbers of the host, such as a rate or a count, so that a CUDA graph cannot hold them.
-EAGER = frozenset({"muon", "soap"})
+#: Optimisers whose steps depend on counts of the host, so that a CUDA graph cannot hold them.
+EAGER = frozenset({"soap"})
 
 
 def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:

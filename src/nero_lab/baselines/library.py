@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +18,13 @@ WEIGHT_DECAY = 0.1
 ADAMW_RATIO = 0.15
 #: Averages of AdamW.
 BETAS = (0.9, 0.95)
+#: The module and the class of optimisers that an installation may lack; imported when used.
+LIBRARIES = {
+    "muon": ("torch.optim", "Muon"),
+    "normuon": ("pytorch_optimizer", "NorMuon"),
+    "lion": ("pytorch_optimizer", "Lion"),
+    "soap": ("pytorch_optimizer", "SOAP"),
+}
 
 
 def adamw(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
@@ -25,20 +34,19 @@ def adamw(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DEC
 
 def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make torch's Muon for the hidden matrices, with AdamW for all other parameters."""
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(f"muon needs torch 2.9 or newer, got {torch.__version__}: install a newer torch")
     _check_decay(weight_decay)
+    make = _of_library("muon")
 
     def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.Muon(matrices, lr=_as_float(lr), weight_decay=weight_decay)
+        return _scale_steps(make(matrices, lr=lr, weight_decay=weight_decay))
 
-    return _with_adamw(of_matrices, model, _as_float(lr), weight_decay)
+    return _with_adamw(of_matrices, model, lr, weight_decay)
 
 
 def normuon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make NorMuon for the hidden matrices, with AdamW for all other parameters."""
     _check_decay(weight_decay)
-    make = _from_library("NorMuon")
+    make = _of_library("normuon")
 
     def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
         return make([{"params": matrices, "lr": lr, "weight_decay": weight_decay, "use_muon": True}])
@@ -48,7 +56,7 @@ def normuon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_D
 
 def lion(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make Lion, which decays weights of two or more axes."""
-    return _from_library("Lion")(_by_decay(model.parameters(), weight_decay), lr=lr)
+    return _of_library("lion")(_by_decay(model.parameters(), weight_decay), lr=lr)
 
 
 def soap(
@@ -59,9 +67,9 @@ def soap(
     max_precondition_dim: int = 2048,
 ) -> torch.optim.Optimizer:
     """Make SOAP for all parameters; axes longer than ``max_precondition_dim`` keep the basis of Adam."""
-    return _from_library("SOAP")(
+    return _of_library("soap")(
         _by_decay(model.parameters(), weight_decay),
-        lr=_as_float(lr),
+        lr=lr.item() if isinstance(lr, Tensor) else lr,  # a tensor would make every step wait for the device
         precondition_frequency=precondition_frequency,
         max_precondition_dim=max_precondition_dim,
     )
@@ -96,6 +104,34 @@ def _with_adamw(
     return Together([make([*matrices]), rest])
 
 
+def _scale_steps(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let a tensor be the rate of an optimiser that would read it on the host, so that a CUDA graph can hold its steps.
+
+    The optimiser makes a step at rate one, of which the hooks keep the share of the rate. This is the same step, since
+    the steps of Muon are proportional to the rate, weight decay included.
+    """
+    kept: list[tuple[dict[str, Any], Any, list[Tensor]]] = []
+
+    def start(*_: Any) -> None:
+        for group in optimiser.param_groups:
+            kept.append((group, group["lr"], [weight.detach().clone() for weight in group["params"]]))
+            group["lr"] = 1.0
+
+    @torch.no_grad()
+    def end(*_: Any) -> None:
+        for group, lr, before in kept:
+            steps = torch._foreach_sub(group["params"], before)
+            torch._foreach_mul_(steps, lr)
+            torch._foreach_copy_(group["params"], before)
+            torch._foreach_add_(group["params"], steps)
+            group["lr"] = lr
+        kept.clear()
+
+    optimiser.register_step_pre_hook(start)
+    optimiser.register_step_post_hook(end)
+    return optimiser
+
+
 def _adamw(parameters: Iterable[nn.Parameter], lr: float | Tensor, weight_decay: float) -> torch.optim.Optimizer:
     # torch captures only a capturable step in a CUDA graph
     return torch.optim.AdamW(_by_decay(parameters, weight_decay), lr=lr, betas=BETAS, fused=True, capturable=True)
@@ -116,15 +152,18 @@ def _check_decay(weight_decay: float) -> None:
     check_number("weight_decay", weight_decay, "finite and not negative, like 0.1", lambda x: 0 <= x < math.inf)
 
 
-def _as_float(lr: float | Tensor) -> float:
-    """Return a rate that the optimiser can read without waiting for the device."""
-    return lr.item() if isinstance(lr, Tensor) else lr
+def missing(name: str) -> str:
+    """Tell what an optimiser lacks, and how to install it; empty if nothing."""
+    module, kind = LIBRARIES.get(name, ("torch.optim", "Optimizer"))
+    if module == "torch.optim":
+        needs = f"torch 2.9 or newer, got {torch.__version__}: install a newer torch"
+        return "" if hasattr(torch.optim, kind) else f"{name} needs {needs}"
+    return "" if find_spec(module) else f"{name} needs {module}: install with pip install 'nero-optim[lab]'"
 
 
-def _from_library(name: str) -> Callable[..., torch.optim.Optimizer]:
-    try:
-        import pytorch_optimizer
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name} needs {error.name}: install with pip install 'nero-optim[lab]'") from error
-    found: Callable[..., torch.optim.Optimizer] = getattr(pytorch_optimizer, name)
+def _of_library(name: str) -> Callable[..., torch.optim.Optimizer]:
+    if fault := missing(name):
+        raise ValueError(fault)
+    module, kind = LIBRARIES[name]
+    found: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), kind)
     return found

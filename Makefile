@@ -6,7 +6,7 @@
 #   make format   fix format and lint where a machine can
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
 #   make docs     fill the cost tables and file trees of the pages
-#   make paper    pack new records in results/, draw the paper's figures and fill its tables
+#   make paper    pack new records in results/, draw figures and fill tables of the paper's tasks and the studies
 #   make figures  train the networks of docs/figures/watch.png and gains.png again, and draw them
 #   make clean    remove .venv, .venv-models and out
 PYTHON ?= python3
@@ -55,10 +55,11 @@ docs: $(READY)
 	$(BIN)/python docs/tree.py
 
 paper: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from nero_lab.store import pack_records; [pack_records(Path(root)) for root in ('results', 'results/depth')]"
+	$(BIN)/python -c "from pathlib import Path; from nero_lab.store import pack_records; [pack_records(Path(root)) for root in ('results', 'results/depth', 'results/today')]"
 	$(BIN)/nero report --records results --out docs/paper
 	$(BIN)/python -m nero_lab.report results README.md
 	$(BIN)/python -m nero_lab.report.depth
+	$(BIN)/python -m nero_lab.report.today
 	$(BIN)/python -m nero_lab.starts.tables
 
 figures: $(READY)

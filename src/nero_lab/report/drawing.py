@@ -47,6 +47,17 @@ STYLES = {
     "lamb-momentum": Style("#7A3E5E", "d"),
     "adam-momentum": Style("#004D38", "v"),
     "nero-scaled": Style("#56B4E9", "v"),
+    # the study of today: Nero in blue, balanced optimisers in green, others in warm colours and grey
+    "nero-momentum": Style("#56B4E9", "D"),
+    "nero-auto": Style("#003F63", "*"),
+    "nero-momentum-auto": Style("#6A4FB3", "P"),
+    "muon-balanced": Style("#009E73", "^"),
+    "adamw-balanced": Style("#5FA83C", "v"),
+    "muon": Style("#E69F00", "s"),
+    "normuon": Style("#9A6B00", "p"),
+    "soap": Style("#CC79A7", "h"),
+    "lion": Style("#A14A3B", "<"),
+    "adamw": Style("#555555", ">"),
 }
 #: A contender without a style of its own.
 DEFAULT_STYLE = Style("#777777", "X")

@@ -23,6 +23,16 @@ CONTENDERS = {
     "sgd-decay": "SGD (weight decay)",
     "nero-tuned": "Nero (tuned)",
     "nero-free-gains": "Nero (tuned, gains free)",
+    "nero-momentum": "Nero (momentum)",
+    "nero-auto": 'Nero ("auto")',
+    "nero-momentum-auto": 'Nero (momentum, "auto")',
+    "muon-balanced": "Muon (balanced)",
+    "adamw-balanced": "AdamW (balanced)",
+    "muon": "Muon",
+    "normuon": "NorMuon",
+    "soap": "SOAP",
+    "lion": "Lion",
+    "adamw": "AdamW",
 }
 
 

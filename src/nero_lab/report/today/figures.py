@@ -1,0 +1,364 @@
+"""The figures of docs/today: sensitivity to the rate, curves, state beside the result, transfer, and airbench."""
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style, make_panels
+from nero_lab.report.labels import LABEL_GAP, spread_labels
+from nero_lab.report.names import display_name
+from nero_lab.report.scales import PEAK_MARKER, style_axes
+from nero_lab.report.today.study import OURS, SERIES, Run, Study, Width, goal_of
+
+PALE = "#d9d9d9"
+COLUMNS = 4
+#: Curves are shown from this share of the run on; before, all fall steeply.
+SHOWN_FROM = 0.1
+#: The target of airbench, in per cent.
+TARGET = 94.0
+
+
+class Drawing(NamedTuple):
+    """A figure of the study.
+
+    Attributes:
+        title: its alternative text.
+        has_runs: whether the study has anything to draw.
+        draw: draws it.
+    """
+
+    title: str
+    has_runs: Callable[[Study], bool]
+    draw: Callable[[Study], Figure]
+
+
+def draw_sensitivity(study: Study, task: str) -> Figure:
+    """Draw the result by rate, one panel a contender, with all others in grey behind it."""
+    contenders = study.ranking(task)
+    columns = min(COLUMNS, len(contenders))
+    rows = math.ceil(len(contenders) / columns)
+    figure, panels = make_panels(2.6 * columns + 0.4, 2.35 * rows + 0.5, rows, [1] * columns)
+    goal = goal_of(task)
+    searches = {name: study.search(task, name) for name in contenders}
+    low, top = _frame([[run.value for run in found.values()] for found in searches.values()])
+    rates = [rate for found in searches.values() for rate in found]
+    for place, axes in enumerate(panels):
+        if place >= len(contenders):
+            axes.set_visible(False)
+            continue
+        contender = contenders[place]
+        for other in contenders:
+            if other != contender:
+                _plot_search(axes, searches[other], Style(PALE, ""), low, top, width=0.9)
+        _mark_seeds(axes, study.best_runs(task, contender), _style(contender), low, top)
+        _plot_search(axes, searches[contender], _style(contender), low, top, width=2.0)
+        best, width = study.best_rate(task, contender), study.width(task, contender)
+        if width is not None and best is not None:
+            axes.axhspan(low, goal.limit(searches[contender][best].value), color="#f1f1f1", linewidth=0, zorder=0)
+        axes.set(xscale="log", xlim=(min(rates) / 1.6, max(rates) * 1.6), ylim=(low, top))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        is_first, is_last = place % columns == 0, place + columns >= len(contenders)
+        style_axes(axes, "learning rate" if is_last else "", "")
+        _title(
+            axes,
+            contender,
+            _note(searches[contender], best, width),
+        )
+        axes.tick_params(labelleft=is_first, labelsize=8)
+        axes.set_ylabel(goal.name if is_first else "", fontsize=9)
+    _key(
+        figure,
+        Line2D([], [], color=GREY, linewidth=2, marker="o", markersize=4, label="first seed at each rate"),
+        Line2D([], [], color=GREY, linewidth=0, marker="_", markersize=9, label="each seed at the best rate"),
+        Line2D([], [], color="#e4e4e4", linewidth=7, label=f"within {goal.tolerance} of its best"),
+        Line2D([], [], color=GREY, linewidth=0, marker=PEAK_MARKER, markersize=5, label="above the frame"),
+        Line2D([], [], color=GREY, linewidth=0, marker="x", markersize=6, label="diverged"),
+    )
+    return figure
+
+
+def draw_curves(study: Study, task: str) -> Figure:
+    """Draw the curve of each contender at its best rate, by steps and by seconds; the mean over seeds."""
+    goal = goal_of(task)
+    figure, (by_step, by_second) = make_panels(11, 5.2, columns=(1, 1.36))
+    contenders = study.ranking(task)
+    means = {name: _mean_curve(study.best_runs(task, name)) for name in contenders}
+    shown = {name: [v for v in curve[int(SHOWN_FROM * len(curve)) :] if v < math.inf] for name, curve in means.items()}
+    finite = [value for values in shown.values() for value in values]
+    ends = [values[-1] for values in shown.values() if values]
+    low, top = (min(finite), max(finite)) if finite else (0.0, 1.0)
+    top = min(top, low + 4 * max(max(ends) - low, 0.05 * low)) if ends else top
+    for contender, curve in means.items():
+        seconds = statistics.fmean(run.seconds for run in study.best_runs(task, contender))
+        steps = [goal.interval * place for place in range(1, len(curve) + 1)]
+        times = [seconds * place / len(curve) for place in range(1, len(curve) + 1)]
+        for axes, x in ((by_step, steps), (by_second, times)):
+            axes.plot(x, [v if v < math.inf else math.nan for v in curve], **_line(contender))
+            axes.plot(x[-1], curve[-1], color=_style(contender).colour, marker=_style(contender).marker, markersize=6)
+    for axes in (by_step, by_second):
+        axes.set_ylim(_padded(low, top))
+        axes.set_xlim(0, None)
+    quantity = "Test error in %" if goal.is_accuracy else CURVE_NAMES[goal.curve]
+    style_axes(by_step, goal.unit, f"{quantity}, by {goal.unit}")
+    together = {run.side_by_side for name in contenders for run in study.best_runs(task, name)}
+    beside = f" ({_span(together)} runs side by side)" if together != {1} else ""
+    style_axes(by_second, f"seconds of a run{beside}", f"{quantity}, by time")
+    _label_ends(by_second, {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))
+    return figure
+
+
+#: How the axis calls a curve of the records.
+CURVE_NAMES = {"valid_loss": "Validation loss in nats a token"}
+
+
+def draw_state(study: Study, task: str) -> Figure:
+    """Draw the optimiser's bytes a parameter beside the result."""
+    figure, (axes,) = make_panels(8, 4.6)
+    points = {}
+    for contender in study.ranking(task):
+        best, values = study.best_runs(task, contender), study.values(task, contender)
+        if best[0].state is not None and all(map(math.isfinite, values)):
+            points[contender] = best[0].state, statistics.fmean(values), min(values), max(values)
+    for contender, (state, mean, lowest, highest) in points.items():
+        colour, marker = _style(contender)
+        axes.plot([state, state], [lowest, highest], color=colour, linewidth=1.2)
+        axes.plot(state, mean, color=colour, marker=marker, markersize=8)
+    values = [value for point in points.values() for value in point[2:]]
+    axes.set(xscale="log", ylim=_padded(min(values), max(values)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    states = [point[0] for point in points.values()]
+    axes.set_xlim(min(states) / 2, max(states) * 2)
+    style_axes(axes, "state of the optimiser, bytes a parameter", f"{_capital(goal_of(task).name)}, by state")
+    _label_ends(axes, {name: point[1] for name, point in points.items()}, _labels(study, task, list(points)))
+    return figure
+
+
+def draw_transfer(study: Study) -> Figure:
+    """Draw the result by rate at each width and depth that was run, one column a contender; a star is the best rate."""
+    rows = {kind: list(tasks.values()) for kind, tasks in SERIES.items() if _has_series(study, kind)}
+    known = [(task, name) for tasks in rows.values() for task in tasks for name in study.contenders(task)]
+    contenders = list(dict.fromkeys(name for task, name in known if study.search(task, name)))
+    columns = len(contenders)
+    figure, panels = make_panels(2.6 * columns + 0.9, 2.6 * len(rows) + 0.4, len(rows), [1] * columns)
+    for row, (kind, tasks) in enumerate(rows.items()):
+        searches = {name: [study.search(task, name) for task in tasks] for name in contenders}
+        values = [[run.value for run in found.values()] for parts in searches.values() for found in parts if found]
+        low, top = _frame(values)
+        for column, contender in enumerate(contenders):
+            axes, is_last = panels[row * columns + column], row == len(rows) - 1
+            for place, found in enumerate(searches[contender]):
+                _plot_search(axes, found, Style(_shade(place), "o"), low, top, width=1.6)
+                best = study.best_rate(tasks[place], contender)
+                if best is not None and found[best].value < math.inf:
+                    options: dict[str, Any] = {"markersize": 13, "markeredgecolor": "black", "zorder": 5}
+                    axes.plot(best, found[best].value, "*", color=_shade(place), **options)
+            axes.set(xscale="log", ylim=(low, top))
+            _tick_rates(axes, [rate for found in searches[contender] for rate in found])
+            style_axes(axes, "learning rate" if is_last else "", "")
+            if not row:
+                _title(axes, contender, "")
+            axes.tick_params(labelleft=not column, labelsize=8)
+            axes.set_ylabel(f"{goal_of(tasks[0]).name}, by {kind}" if not column else "", fontsize=9)
+        handles = [
+            Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {size}")
+            for place, size in enumerate(SERIES[kind])
+        ]
+        options = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False, "fontsize": SMALL_PT}
+        panels[(row + 1) * columns - 1].legend(handles=handles, **options)
+    return figure
+
+
+def draw_airbench(study: Study) -> Figure:
+    """Draw the accuracy of every run, with the mean and its standard error."""
+    contenders = study.ranking("airbench")[::-1]
+    figure, (axes,) = make_panels(9, 0.75 * len(contenders) + 1.3)
+    for place, contender in enumerate(contenders):
+        colour, _ = _style(contender)
+        found = [100 - value for value in study.values("airbench", contender) if math.isfinite(value)]
+        shifts = [0.16 * math.sin(12.9898 * index) for index in range(len(found))]
+        axes.plot(found, [place + shift for shift in shifts], "o", color=colour, alpha=0.35, markersize=4, mew=0)
+        if found:
+            error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0
+            axes.errorbar(
+                statistics.fmean(found), place + 0.32, xerr=error, color=colour, marker="D", markersize=5, capsize=3
+            )
+    names = [f"{display_name(name)} ({len(study.values('airbench', name))} runs)" for name in contenders]
+    axes.set_yticks(range(len(contenders)), names)
+    for tick, contender in zip(axes.get_yticklabels(), contenders, strict=True):
+        tick.set(color=_style(contender).colour, fontweight="bold" if contender in OURS else "normal")
+    axes.axvline(TARGET, color=GREY, linestyle="--", linewidth=1)
+    axes.set_ylim(-0.5, len(contenders) - 0.3)
+    style_axes(
+        axes,
+        "test accuracy with test-time augmentation, %",
+        "Every run; a diamond is the mean, with one standard error",
+    )
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
+def _has_runs(study: Study, task: str) -> bool:
+    return bool(study.runs(task))
+
+
+def _has_series(study: Study, kind: str) -> bool:
+    """Tell whether two sizes of a series were run, which can be compared."""
+    return sum(bool(study.runs(task)) for task in SERIES[kind].values()) > 1
+
+
+def _has_state(study: Study, task: str) -> bool:
+    return any(run.state is not None and math.isfinite(run.value) for run in study.runs(task))
+
+
+def _drawing(title: str, draw: Callable[..., Figure], task: str) -> Drawing:
+    has_runs = _has_state if draw is draw_state else _has_runs
+    return Drawing(title, lambda study: has_runs(study, task), partial(draw, task=task))
+
+
+#: The figures by the names of their files.
+FIGURES = {
+    "gpt-rates": _drawing("GPT: bits per byte by learning rate, one panel a contender", draw_sensitivity, "gpt"),
+    "gpt-curves": _drawing("GPT: validation loss by steps and by seconds", draw_curves, "gpt"),
+    "gpt-state": _drawing("GPT: bits per byte by the optimiser's bytes a parameter", draw_state, "gpt"),
+    "gpt-large-curves": _drawing("Large GPT: validation loss by steps and by seconds", draw_curves, "gpt-large"),
+    "gpt-transfer": Drawing(
+        "GPT: bits per byte by learning rate at each width and depth",
+        lambda study: any(_has_series(study, kind) for kind in SERIES),
+        draw_transfer,
+    ),
+    "vit-rates": _drawing("ViT: test error by learning rate, one panel a contender", draw_sensitivity, "vit"),
+    "vit-curves": _drawing("ViT: test error by epochs and by seconds", draw_curves, "vit"),
+    "airbench": Drawing(
+        "airbench: accuracy of every run, by contender", lambda study: _has_runs(study, "airbench"), draw_airbench
+    ),
+}
+
+
+def _plot_search(axes: Axes, found: dict[float, Run], style: Style, low: float, top: float, width: float) -> None:
+    """Draw the result at each rate; a marker at the top stands for a value above the frame or a diverged run."""
+    is_pale = style.colour == PALE
+    rates = list(found)
+    inside = [run.value if run.value < math.inf else math.nan for run in found.values()]
+    axes.plot(
+        rates, inside, color=style.colour, linewidth=width, marker=style.marker, markersize=0 if is_pale else 4.5,
+        zorder=1 if is_pale else 3,
+    )  # fmt: skip
+    if is_pale:
+        return
+    edge = top - 0.02 * (top - low)
+    for rate, run in found.items():
+        if run.value > top:
+            marker = PEAK_MARKER if run.value < math.inf else "x"
+            axes.plot(rate, edge, color=style.colour, marker=marker, markersize=6, clip_on=False, zorder=4)
+
+
+def _mark_seeds(axes: Axes, found: Sequence[Run], style: Style, low: float, top: float) -> None:
+    """Mark every seed at the best rate with a dash."""
+    inside = [run for run in found if low <= run.value <= top]
+    if len(found) > 1:
+        rates, values = [run.rate for run in inside], [run.value for run in inside]
+        axes.plot(rates, values, linestyle="", color=style.colour, marker="_", markersize=11, zorder=4)
+
+
+def _frame(values: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Return limits that show every contender's best, and as much again above it."""
+    bests = [best for found in values if (best := min(found)) < math.inf]
+    if not bests:
+        return 0.0, 1.0
+    low, high = min(bests), max(bests)
+    highest = max(value for found in values for value in found if value < math.inf)
+    top = min(highest, high + max(high - low, 0.06 * low))
+    return _padded(low, top)
+
+
+def _padded(low: float, top: float) -> tuple[float, float]:
+    gap = 0.07 * (top - low) or 0.01 * abs(low) or 1.0
+    return low - gap, top + gap
+
+
+def _mean_curve(found: Sequence[Run]) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*(run.curve for run in found), strict=True)]
+
+
+def _label_ends(axes: Axes, ends: dict[str, float], labels: dict[str, str]) -> None:
+    """Write each contender's name to the right of the panel, near its end, joined by a thin line."""
+    low, top = axes.get_ylim()
+    wanted = [min(max((min(value, top) - low) / (top - low), 0.0), 1.0) for value in ends.values()]
+    for contender, height, place in zip(ends, wanted, spread_labels(wanted, 0.9 * LABEL_GAP), strict=True):
+        colour, marker = _style(contender)
+        options: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": colour}
+        axes.plot([1.0, 1.04], [height, place], linewidth=0.7, alpha=0.6, **options)
+        axes.plot([1.04], [place], marker=marker, markersize=5.5, **options)
+        axes.annotate(
+            labels[contender], (1.04, place), xytext=(7, 0), xycoords="axes fraction", textcoords="offset points",
+            va="center", fontsize=9, fontweight="bold" if contender in OURS else "normal", color=colour,
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _labels(study: Study, task: str, contenders: Sequence[str]) -> dict[str, str]:
+    """Return each contender's name with its result, and its seeds unless there are three."""
+    labels = {}
+    for contender in contenders:
+        values = study.values(task, contender)
+        mean = statistics.fmean(values)
+        result = f"{mean:.{min(goal_of(task).digits, 3)}f}" if mean < math.inf else "diverged"
+        seeds = {1: ", 1 seed", 3: ""}.get(len(values), f", {len(values)} seeds")
+        labels[contender] = f"{display_name(contender)}  {result}{seeds}"
+    return labels
+
+
+def _line(contender: str) -> dict[str, Any]:
+    is_ours = contender in OURS
+    return {"color": _style(contender).colour, "linewidth": 2.0 if is_ours else 1.3, "zorder": 3 + is_ours}
+
+
+def _title(axes: Axes, contender: str, note: str) -> None:
+    options: dict[str, Any] = {"fontsize": 9.5, "fontweight": "bold" if contender in OURS else "normal"}
+    pad = 19 if note else 8
+    axes.set_title(display_name(contender), loc="left", color=_style(contender).colour, pad=pad, **options)
+    axes.annotate(note, (0, 1.03), xycoords="axes fraction", va="bottom", fontsize=SMALL_PT, color=GREY)
+
+
+def _note(found: dict[float, Run], best: float | None, width: Width | None) -> str:
+    if best is None or found[best].value == math.inf:
+        return "all diverged"
+    return f"best at {best:g}" + (f", width {'≥ ' * width.is_open}{width.factor:.1f}" if width else "")
+
+
+def _tick_rates(axes: Axes, rates: Sequence[float]) -> None:
+    """Label about three of the rates that were tried."""
+    tried = sorted(set(rates))
+    shown = tried[:: max(1, math.ceil(len(tried) / 3))]
+    axes.set_xticks(shown, [f"{rate:.3g}" for rate in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _key(figure: Figure, *handles: Line2D) -> None:
+    options = {"ncols": len(handles), "frameon": False, "fontsize": SMALL_PT, "borderaxespad": 0.8}
+    figure.legend(handles=handles, loc="outside upper left", **options)
+
+
+def _style(contender: str) -> Style:
+    return STYLES.get(contender, DEFAULT_STYLE)
+
+
+def _shade(place: int) -> Any:
+    return colormaps["viridis"](0.85 - 0.38 * place)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _span(counts: Collection[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low}" if low == high else f"{low} to {high}"

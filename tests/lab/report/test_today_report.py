@@ -1,0 +1,261 @@
+"""The study of today's optimisers: its rule, numbers from made-up records, and pages against the committed ones."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nero_lab.report.pages import BLOCK
+from nero_lab.report.today import Study, fill, read_study
+from nero_lab.report.today.__main__ import PAGES, main
+from nero_lab.report.today.figures import FIGURES
+from nero_lab.report.today.significance import is_better, margin, pooled_deviation
+from nero_lab.report.today.study import width_near
+from nero_lab.report.today.tables import TABLES
+from nero_lab.store import StoreError
+
+ROOT = Path(__file__).parents[3]
+TEXTS = {name: (ROOT / name).read_text() for name in PAGES}
+EPOCHS = 4
+
+
+def make_record(
+    value: float | None, contender: str = "nero", rate: float = 0.01, seed: int = 0, task: str = "gpt", **changes: Any
+) -> dict[str, Any]:
+    """Return a record that ends at a value: bits per byte, or an error in per cent."""
+    if task.startswith("gpt"):
+        curve = {"valid_loss": [None if value is None else 3 * value + 1 / (step + 1) for step in range(EPOCHS)]}
+        result = {"valid_bits_per_byte": value}
+    else:
+        accuracy = None if value is None else 1 - value / 100
+        curve, result = {"test_accuracy": [0.1, 0.2, 0.3, accuracy]}, {"tta_accuracy": accuracy}
+    curve["train_loss"] = [1.0, 1.0, 1.0, None if value is None else 1.0]
+    names = {"task": task, "optimiser": contender, "lr": rate, "seed": seed, "epochs": EPOCHS, "precision": "bf16"}
+    costs = {"seconds": 9.0, "side_by_side": 4, "state_bytes": 16, "parameters": 64}
+    return {**names, "curve": curve, **result, **costs, **changes}
+
+
+def search(values: dict[float, float | None], contender: str = "nero", **changes: Any) -> list[dict[str, Any]]:
+    return [make_record(value, contender, rate, **changes) for rate, value in values.items()]
+
+
+def seeds(values: list[float | None], contender: str, **changes: Any) -> list[dict[str, Any]]:
+    return [make_record(value, contender, seed=seed, **changes) for seed, value in enumerate(values)]
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """Return the cells of a table's body."""
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_pooled_deviation_weights_groups_by_freedom():
+    deviation, freedom = pooled_deviation([[0.0, 2.0], [1.0, 1.0, 1.0], [5.0]])
+    assert freedom == 3
+    assert deviation == pytest.approx(math.sqrt(2 / 3))
+
+
+def test_pooled_deviation_leaves_out_diverged_groups():
+    assert pooled_deviation([[0.0, 2.0], [1.0, math.inf]]) == pooled_deviation([[0.0, 2.0]])
+
+
+def test_pooled_deviation_of_single_seeds_is_nan():
+    deviation, freedom = pooled_deviation([[1.0], [2.0], []])
+    assert math.isnan(deviation)
+    assert freedom == 0
+
+
+def test_rule_decides_from_three_standard_errors_on():
+    assert margin(0.5, 4, 4) == pytest.approx(3 * 0.5 * math.sqrt(1 / 2))
+    bound = margin(0.5, 4, 2)
+    assert is_better([1.0] * 4, [1.0 + 1.001 * bound] * 2, 0.5)
+    assert not is_better([1.0] * 4, [1.0 + 0.999 * bound] * 2, 0.5)
+    assert not is_better([1.0 + 1.001 * bound] * 2, [1.0] * 4, 0.5)
+
+
+def test_rule_without_deviation_or_seeds_decides_nothing():
+    assert not is_better([1.0], [2.0], math.nan)
+    assert not is_better([], [2.0], 0.1)
+    assert not is_better([1.0, 1.0], [1.0, 1.0], 0.0)
+
+
+def test_rule_finds_a_diverged_contender_worse():
+    assert is_better([1.0, 1.0], [1.0, math.inf], 0.1)
+    assert not is_better([1.0, math.inf], [1.0, 1.0], 0.1)
+    assert not is_better([math.inf], [math.inf], 0.1)
+
+
+def test_width_interpolates_in_log_rate():
+    width = width_near({0.01: 3.0, 0.1: 1.0, 1.0: 2.0}, best=0.1, limit=1.5)
+    assert width.factor == pytest.approx(10 ** (1 / 4 + 1 / 2))
+    assert not width.is_open
+
+
+@pytest.mark.parametrize("end", [0.01, 1.0])
+def test_width_where_grid_ends_first_is_open(end: float):
+    values = {0.01: 3.0, 0.1: 1.0, 1.0: 3.0} | {end: 1.1}
+    width = width_near(values, best=0.1, limit=1.5)
+    assert width.is_open
+    assert width.factor == pytest.approx(10 * 10 ** (1 / 4))
+
+
+def test_width_beside_a_diverged_run_ends_at_the_last_rate():
+    width = width_near({0.01: math.inf, 0.1: 1.0, 1.0: 1.2, 10.0: math.inf}, best=0.1, limit=1.5)
+    assert width == pytest.approx((10.0, False))
+
+
+def test_width_uses_one_per_cent_of_loss_and_a_point_of_error():
+    study = Study(search({0.01: 1.0, 0.1: 1.02}) + search({0.01: 6.0, 0.1: 8.0}, task="vit"))
+    for task in ("gpt", "vit"):
+        assert study.width(task, "nero").factor == pytest.approx(math.sqrt(10))
+        assert study.width(task, "nero").is_open
+
+
+def test_width_of_one_rate_or_all_diverged_is_none():
+    study = Study([*search({0.01: 1.0}), *search({0.01: None, 0.1: None}, "adamw")])
+    assert study.width("gpt", "nero") is None
+    assert study.width("gpt", "adamw") is None
+
+
+def test_best_rate_is_chosen_as_the_sweep_does():
+    low, high = search({0.01: 1.0, 0.02: 1.001})
+    low["curve"]["valid_loss"][-1] = 9.0
+    assert Study([low, high]).best_rate("gpt", "nero") == 0.02
+
+
+def test_best_rate_is_of_the_lowest_seed():
+    study = Study([*search({0.01: 1.2, 0.02: 1.1, 0.04: None}), make_record(9.0, rate=0.02, seed=1)])
+    assert study.best_rate("gpt", "nero") == 0.02
+    assert study.values("gpt", "nero") == [1.1, 9.0]
+    assert study.best_rate("gpt", "lion") is None
+
+
+def test_best_rate_of_airbench_has_the_most_runs():
+    runs = [make_record(6.0, rate=0.1, seed=seed, task="airbench") for seed in range(3)]
+    study = Study([*runs, make_record(5.0, rate=0.2, task="airbench")])
+    assert study.best_rate("airbench", "nero") == 0.1
+
+
+def test_study_counts_the_last_of_repeated_runs():
+    study = Study([make_record(1.0, finished="2026-02"), make_record(2.0, finished="2026-01")])
+    assert study.values("gpt", "nero") == [1.0]
+
+
+def test_study_leaves_out_short_runs_and_says_so():
+    short = make_record(0.5, "adamw", epochs=1)
+    study = Study([*seeds([1.0, 1.1], "nero"), short])
+    assert study.short == {"gpt": 1}
+    assert study.values("gpt", "adamw") == []
+    assert "1 run" in TABLES["gpt"](study).splitlines()[-1]
+
+
+def test_record_without_its_measure_raises_unless_diverged():
+    whole, diverged = make_record(1.0), make_record(None)
+    del whole["valid_bits_per_byte"], diverged["valid_bits_per_byte"]
+    assert Study([diverged]).values("gpt", "nero") == [math.inf]
+    with pytest.raises(StoreError, match="valid_bits_per_byte"):
+        Study([whole])
+    with pytest.raises(StoreError, match="curve test_accuracy"):
+        Study([{**whole, "task": "vit"}])
+
+
+def test_diverged_run_with_finite_accuracy_is_infinite():
+    record = make_record(7.0, task="vit")
+    record["curve"]["train_loss"][-1] = None
+    assert Study([record]).values("vit", "nero") == [math.inf]
+
+
+def test_ranking_names_who_is_better_than_whom():
+    values = {"muon": [1.0, 1.001], "nero": [1.1, 1.101], "adamw": [1.1005, 1.1015], "lion": [1.2, None]}
+    study = Study([record for name, found in values.items() for record in seeds(found, name)])
+    rows = {row[1].strip("*"): row for row in rows_of(TABLES["gpt"](study)) if row[0] != "-"}
+    assert [rows[name][-1] for name in ("Muon", "Nero", "AdamW", "Lion")] == ["2 to 4", "4", "4", "none"]
+    assert rows["Lion"][2] == "1 of 2 diverged"
+    assert rows["Nero"][2] == "1.1005 ± 0.0007"
+    assert rows["Nero"][6] == "0.25"
+    assert rows_of(TABLES["gpt-ours"](study)) == [["**Nero**", "Lion", "Muon", "AdamW"]]
+
+
+def test_ranking_marks_best_rates_at_the_ends_of_the_grid():
+    grids = {"nero": {0.1: 1.0, 0.2: 1.1}, "muon": {0.1: 1.1, 0.2: 1.0}, "lion": {0.1: 1.1, 0.2: 1.0, 0.4: 1.1}}
+    study = Study([record for name, values in grids.items() for record in search(values, name)])
+    rates = {row[1].strip("*"): row[4] for row in rows_of(TABLES["gpt"](study)) if row[0] != "-"}
+    assert rates == {"Nero": "≤ 0.1", "Muon": "≥ 0.2", "Lion": "0.2"}
+
+
+def test_ranking_of_single_seeds_decides_nothing():
+    study = Study([make_record(1.0, "muon"), make_record(2.0, "nero")])
+    assert {row[-1] for row in rows_of(TABLES["gpt"](study))} == {"-"}
+    assert {row[3] for row in rows_of(TABLES["gpt"](study)) if row[0] != "-"} == {"1 seed"}
+    assert "(1 seed)" in TABLES["overview"](study)
+
+
+def test_transfer_gives_best_rates_and_cost_of_keeping_one():
+    small, large = search({0.01: 1.0, 0.02: 1.1}, task="gpt-w256"), search({0.01: 1.1, 0.02: 1.0}, task="gpt-w1024")
+    (row,) = rows_of(TABLES["widths"](Study(small + large)))
+    assert row == ["**Nero**", "0.01 (1.0000)", "not run", "0.02 (1.0000)", "2", "10.00 %"]
+
+
+def test_airbench_counts_runs_at_the_target():
+    study = Study(seeds([5.0, 6.0, 7.0, 8.0], "sgd", task="airbench", train_seconds=2.5))
+    row = rows_of(TABLES["airbench"](study))[0]
+    assert row[3:8] == ["4", "93.500", f"{math.sqrt(5 / 3) / 2:.3f}", "50 %", "2.5 (4)"]
+
+
+def all_records() -> list[dict[str, Any]]:
+    """Return a study with every task, diverged runs and missing numbers."""
+    records = []
+    for task in ("gpt", "gpt-large", "gpt-w256", "gpt-d16", "gpt-w1024", "vit"):
+        for place, contender in enumerate(("nero", "muon", "unknown")):
+            near = 1 + 0.1 * place
+            records += search({0.01: near, 0.02: 1.3 * near, 0.04: 9.0, 0.08: None}, contender, task=task)
+    records += search({0.01: None, 0.02: None}, "lion")
+    records += seeds([6.0, 6.1], "muon", task="airbench") + seeds([None], "nero", task="airbench")
+    del records[0]["state_bytes"]
+    return records
+
+
+@pytest.mark.parametrize(
+    ("records", "names"),
+    [
+        (all_records(), list(FIGURES)),
+        (search({0.01: None}), ["gpt-rates", "gpt-curves"]),
+        (search({0.01: 5.0}, task="vit"), ["vit-rates", "vit-curves"]),
+    ],
+    ids=["full", "diverged", "one run"],
+)
+def test_figures_draw_any_study(records: list[dict[str, Any]], names: list[str]):
+    study = Study(records)
+    assert [name for name, figure in FIGURES.items() if figure.has_runs(study)] == names
+    for name in names:
+        figure = FIGURES[name].draw(study)
+        assert any(axes.lines for axes in figure.axes)
+        if len(records) == 1:
+            figure.draw_without_rendering()
+
+
+@pytest.mark.parametrize("records", [[], all_records()], ids=["empty", "full"])
+def test_tables_have_no_long_cell(records: list[dict[str, Any]]):
+    study = Study(records)
+    for name, table in TABLES.items():
+        assert max(len(cell) for row in [[""], *rows_of(table(study))] for cell in row) <= 80, name
+
+
+def test_pages_show_every_table_once():
+    names = [name for text in TEXTS.values() for _, name, _ in BLOCK.findall(text)]
+    assert sorted(names) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_tables_equal_records(name: str):
+    assert fill(TEXTS[name], read_study(ROOT)) == TEXTS[name]
+
+
+def test_main_without_records_draws_nothing(tmp_path: Path):
+    (tmp_path / "docs/today").mkdir(parents=True)
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    main(tmp_path)
+    assert not (tmp_path / "docs/today/figures").exists()
+    assert "](figures/" not in (tmp_path / PAGES[1]).read_text()

@@ -44,8 +44,9 @@ EAGER = frozenset({"soap"})
 def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
     """Make an optimiser for a model: one of the paper, by default without momentum and weight decay, or of a library.
 
-    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on. The paper's
-    baselines start from the model as it is; those of libraries balance it at once, as Nero does.
+    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on; the name of a
+    submodule holds those of this part. The paper's baselines start from the model as it is; those of libraries balance
+    it at once, as Nero does.
 
     Args:
         name: a key of :data:`OPTIONS`.
@@ -76,15 +77,18 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         raise ValueError(f"unknown optimiser {name!r}: use one of {', '.join(OPTIONS)}")
     if unknown := sorted(set(options) - set(OPTIONS[name])):
         raise ValueError(f"{name} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS[name])}")
-    for switch in ("balanced", "fix_mean", "fix_norm", "fixed_scale"):
+    for switch in ("fix_mean", "fix_norm", "fixed_scale"):
         if not isinstance(options.get(switch, False), bool):
             raise ValueError(f"{switch} must be True or False, got {options[switch]!r}")
     if name == "nero":
         return _nero(model, lr, **options)
-    is_balanced = options.pop("balanced", False)
+    balanced = options.pop("balanced", False)
+    if not isinstance(balanced, bool | str):
+        raise ValueError(f"balanced must be True, False or the name of a part of the model, got {balanced!r}")
     optimiser = _BASELINES[name](model, lr, **options)
-    if is_balanced:
-        nero.balance_after_step(optimiser, model, at_once=name in _LIBRARY)
+    if balanced:
+        part = model.get_submodule(balanced) if isinstance(balanced, str) else model
+        nero.balance_after_step(optimiser, part, at_once=name in _LIBRARY)
     return optimiser
 
 

@@ -21,7 +21,7 @@ from nero_lab.protocol import Seconds, Task, warm_up_then_linear
 from nero_lab.tasks.today.contenders import CONTENDERS
 
 #: Intervals of 100 steps.
-INTERVALS, SERIES_INTERVALS = 15, 5
+INTERVALS, LARGE_INTERVALS, SERIES_INTERVALS = 10, 15, 5
 WARM_UP_SHARE = 0.05
 BATCH = 64
 LARGE = ("adamw", "muon", "muon-balanced", "nero", "nero-momentum", "nero-momentum-auto")
@@ -78,7 +78,7 @@ def _of_series(name: str, depth: int, width: int) -> Task:
 
 TASKS: tuple[Task, ...] = (
     language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, tuple(CONTENDERS)),
-    language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, INTERVALS, LARGE),
+    language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, LARGE_INTERVALS, LARGE),
     *(_of_series(f"gpt-w{width}", 4, width) for width in (256, 512, 1024)),
     *(_of_series(f"gpt-d{depth}", depth, 256) for depth in (8, 16)),
 )

@@ -112,7 +112,8 @@ class GPT(nn.Module):
                 f"sequences must have at most {self.max_length} tokens, got {tokens.shape[-1]}: "
                 "build the model with a larger max_length"
             )
-        stream = self.embedding(tokens)
+        # normalised, so that the scale of the embedding is free, as that of every layer is
+        stream = F.rms_norm(self.embedding(tokens), (self.embedding.embedding_dim,))
         for block in self.blocks:
             stream = block(stream)
         return self.head(self.norm(stream))  # type: ignore[no-any-return]

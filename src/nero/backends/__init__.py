@@ -8,7 +8,6 @@ from torch import Tensor
 from nero.backends.available import backends_for, check_backend
 from nero.backends.job import Cut, Group, Member
 from nero.backends.plan import Plan, step_eagerly
-from nero.backends.triton import project
 
 __all__ = ["Cut", "Group", "Member", "Plan", "backends_for", "check_backend", "project_", "step_eagerly"]
 
@@ -17,4 +16,6 @@ def project_(
     tensor: Tensor, axes: tuple[int, ...], *, fix_mean: bool, fix_norm: bool, radius: float | Tensor = 1.0
 ) -> bool:
     """Balance a tensor in place by a kernel, if there is one for it; return whether there was."""
+    from nero.backends.triton import project
+
     return project.project_(tensor, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=radius)

@@ -99,7 +99,9 @@ def momentum() -> str:
         for shapes, rows in by_shapes.items()
         for name in names
     ]
-    return _table(["shapes of", "optimiser", "device", "bytes", "of a copy's bandwidth", "with host"], lines)
+    head = ["shapes of", "optimiser", "device", "bytes", "of a copy's bandwidth", "with host"]
+    found = record("momentum-cuda")
+    return f"{found['machine']}, torch {found['torch']}:\n\n{_table(head, lines)}"
 
 
 def cpu_steps() -> str:

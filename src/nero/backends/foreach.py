@@ -50,8 +50,9 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
         same_step = device.type == "cpu" and len({float(state["step"]) for state in states}) == 1
         if same_step and _cpu().nudge(batch, settings):
             continue
-        counts = torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        owner = torch.repeat_interleave(torch.arange(len(batch), device=device), counts, output_size=sum(sizes))
+        # made on the device: a CUDA graph could not copy the sizes from the host
+        indices = torch.arange(len(batch), device=device).unbind()
+        owner = torch.cat([index.expand(size) for index, size in zip(indices, sizes, strict=True)])
         update = rule.nudge(
             torch.cat([flat(job.parameter) for job in batch]).to(dtype),
             torch.cat([flat(job.grad) for job in batch]).to(dtype),

@@ -191,7 +191,7 @@ VARIATIONS = {
     "eager": {"options": {"backend": "eager"}},
     "foreach": {"options": {"backend": "foreach"}},
     "numba": {"options": {"backend": "numba"}},
-    "triton": {"options": {"backend": "triton"}, "model": linear(6)},
+    "triton": {"options": {"backend": "triton", "momentum": 0.9}, "model": linear(6)},
     "partial gradients": {"places": {"*": [Partial()]}},
     "replicated gradients": {"places": {"*": [Replicate()]}},
     "gradients sharded otherwise": {"places": {"*weight": [Shard(0)], "table.weight": [Shard(1)]}},

@@ -148,6 +148,14 @@ def test_momentum_switched_off_leaves_the_plain_step(backend: str):
     assert_same_state(optimiser, plain)
 
 
+def test_deleted_buffer_starts_at_zero(backend: str):
+    layer, grad = nn.Linear(6, 4, bias=False), torch.randn(4, 6)
+    optimiser = stepped(layer, [grad, grad], momentum=0.5, backend=backend)
+    del optimiser.state[layer.weight]["momentum_buffer"]
+    optimiser.step()
+    torch.testing.assert_close(buffers(optimiser)[0], 0.5 * grad)
+
+
 def test_buffer_of_unfrozen_and_added_parameters_starts_at_zero():
     model = network()
     model[0].requires_grad_(False)

@@ -35,13 +35,15 @@ REFERENCES = [
 ]
 
 
-def nero_by(backend: str, name: str | None = None) -> Contender:
-    """Return Nero with one of its backends."""
+def nero_by(
+    backend: str, name: str | None = None, bytes_per_parameter: int = SGD_BYTES_PER_PARAMETER, **options: Any
+) -> Contender:
+    """Return Nero with one of its backends, and options."""
     chosen: Any = backend  # a str, where the signature has a Literal
     return Contender(
         name or f"Nero ({backend})",
-        lambda p: nero.Nero(groups(p), backend=chosen),
-        SGD_BYTES_PER_PARAMETER,
+        lambda p: nero.Nero(groups(p), backend=chosen, **options),
+        bytes_per_parameter,
         is_nero=True,
     )
 

@@ -133,19 +133,24 @@ def _host_seconds_moving(optimiser: torch.optim.Optimizer, clock: Clock) -> floa
 
 
 def check_backends(shapes: Shapes, device: torch.device) -> None:
-    """Exit if a backend differs from the rule in float64 after two steps."""
+    """Exit if a backend differs from the rule."""
     shapes = shapes if shapes.total <= MAX_CHECKED_PARAMETERS[device.type] else shapes.distinct
+    check_steps(shapes, device, backends_for(device))
+
+
+def check_steps(shapes: Shapes, device: torch.device, backends: Sequence[str], **options: Any) -> None:
+    """Exit if two steps by a backend, with these options, differ from the rule in float64."""
     start = shapes.parameters(device)
 
     def after_two_steps(backend: Any, dtype: torch.dtype) -> list[torch.Tensor]:
         parameters = twin(start, dtype)
-        optimiser = nero.Nero(groups(parameters), backend=backend)
+        optimiser = nero.Nero(groups(parameters), backend=backend, **options)
         for _ in range(2):
             optimiser.step()
         return [parameter.detach() for parameter in flat(parameters)]
 
     exact = after_two_steps("eager", torch.float64)
-    for backend in backends_for(device):
+    for backend in backends:
         pairs = zip(after_two_steps(backend, torch.float32), exact, strict=True)
         apart = max(float((one - other).abs().max()) for one, other in pairs)
         if not apart <= TOLERANCE:

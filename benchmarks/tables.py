@@ -81,6 +81,29 @@ def gpu_steps() -> str:
     return _table(head, lines)
 
 
+def momentum() -> str:
+    """Make the table of steps with momentum on a GPU."""
+    if not (ROOT / "benchmarks/results/momentum-cuda.json").exists():
+        return "Not measured yet."
+    names = ("Nero", "Nero with momentum", SGD, "SGD with momentum (fused)", "AdamW (fused)")
+    by_shapes = _by_shapes("momentum-cuda", "momentum")
+    lines = [
+        [
+            shapes,
+            name,
+            f"{rows[name]['device_milliseconds']:.3g} ms",
+            str(rows[name]["bytes_per_parameter"]),
+            f"{100 * rows[name]['device_of_copy_bandwidth']:.0f} %",
+            f"{rows[name]['milliseconds']:.3g} ms",
+        ]
+        for shapes, rows in by_shapes.items()
+        for name in names
+    ]
+    head = ["shapes of", "optimiser", "device", "bytes", "of a copy's bandwidth", "with host"]
+    found = record("momentum-cuda")
+    return f"{found['machine']}, torch {found['torch']}:\n\n{_table(head, lines)}"
+
+
 def cpu_steps() -> str:
     """Make the table of steps on a CPU."""
     lines = []
@@ -239,6 +262,7 @@ def balance() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gpu-steps": gpu_steps,
+    "momentum": momentum,
     "cpu-steps": cpu_steps,
     "tensors": tensors,
     "training": training,
@@ -251,9 +275,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _by_shapes(name: str) -> dict[str, dict[str, Row]]:
+def _by_shapes(name: str, section: str = "step") -> dict[str, dict[str, Row]]:
     found: dict[str, dict[str, Row]] = {}
-    for row in record(name)["step"]:
+    for row in record(name)[section]:
         found.setdefault(row["shapes"], {})[row["optimiser"]] = row
     return found
 

@@ -54,6 +54,11 @@ def test_import_brings_torch_alone(imported: dict[str, list]):
     assert brought <= {"nero", "torch"}
 
 
+def test_import_leaves_the_code_of_devices_to_their_steps(imported: dict[str, list]):
+    apart = tuple(f"nero.backends.{name}" for name in ("cut", "foreach_cpu", "numba", "triton"))
+    assert not [name for name in imported["modules"] if name.startswith(apart)]
+
+
 def test_rule_imports_torch_alone():
     tree = ast.parse((ROOT / "src/nero/rule.py").read_text())
     modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}

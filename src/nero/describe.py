@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nero.balance import balance_change, initial_radius
+from nero.options import check_option
 from nero.parameters import COMPLEX
 from nero.roles import Override, Role, as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
@@ -145,12 +146,15 @@ class Description:
         return [f"balancing changes the weights by {_percent(change)} of their norm{hint}"]
 
 
-def describe(model: nn.Module, overrides: Mapping[str, Override] | None = None) -> Description:
+def describe(
+    model: nn.Module, overrides: Mapping[str, Override] | None = None, *, momentum: float = 0.0
+) -> Description:
     """Describe the role of every parameter of a model, and why it has that role. Nothing is changed.
 
     Args:
         model: any module, also one on the meta device.
         overrides: as for :func:`nero.roles_of`.
+        momentum: as for :class:`nero.Nero`. Momentum adds to the state as much as the trained parameters hold.
 
     Returns:
         An object that prints as a table and holds its numbers.
@@ -167,11 +171,12 @@ def describe(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         not balanced:
           bias: it has no fan-in  bias
     """
-    roles = roles_of(model, overrides)
-    return Description(tuple(_row(name, parameter, roles[name]) for name, parameter in model.named_parameters()))
+    check_option("momentum", momentum)
+    roles, named = roles_of(model, overrides), model.named_parameters()
+    return Description(tuple(_row(name, parameter, roles[name], bool(momentum)) for name, parameter in named))
 
 
-def _row(name: str, parameter: Tensor, role: Role) -> Row:
+def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool) -> Row:
     number_bytes = statistics_dtype(parameter.dtype).itemsize
     is_neuron = role.kind == "neuron"
     fan_in = role.fan_in(parameter.shape)
@@ -187,7 +192,8 @@ def _row(name: str, parameter: Tensor, role: Role) -> Row:
         is_readable = not (parameter.is_meta or parameter.is_complex()) and numbers
         has_radius = is_readable and initial_radius(parameter, role, True) is not None  # some neurons are zero
         numbers = 2 * neurons if has_radius else neurons
-    state_bytes = fixed + number_bytes * numbers
+    buffer_bytes = parameter.numel() * parameter.element_size() if has_momentum else 0
+    state_bytes = fixed + number_bytes * numbers + buffer_bytes
     adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
     unbalanced = _why_unbalanced(parameter, role, fan_in)
     row = Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced)

@@ -53,7 +53,7 @@ def match_momentum(parameter: Tensor, role: Role, state: dict[str, Any], momentu
     if not momentum:
         state.pop("momentum_buffer", None)
         return False
-    if "momentum_buffer" in state:
+    if state.get("momentum_buffer") is not None:
         return False
     state["momentum_buffer"] = sharding_of(parameter, role).as_parameter(torch.zeros_like(local_of(parameter)))
     return True

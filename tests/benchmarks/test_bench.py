@@ -10,6 +10,7 @@ import bench
 import contenders
 import figure
 import growth
+import momentum
 import pytest
 import step
 import tables
@@ -54,6 +55,23 @@ def test_quick_run_writes_every_section(record: Path):
     assert all(row["reduced"] and row["milliseconds"] > 0 for row in found["end-to-end"])
     assert any("pytorch_optimizer" in note for note in found["left_out"]["step"])
     assert figure.draw(found).axes
+
+
+def test_momentum_is_timed_beside_the_others(tmp_path: Path):
+    options = ["--quick", "--device", "cpu", "--backend", "foreach", "--out", str(tmp_path)]
+    assert momentum.main(options) == 0
+    found = json.loads((tmp_path / "momentum-cpu.json").read_text())
+    rows = {row["optimiser"]: row for row in found["momentum"]}
+    needed = {name: row["bytes_per_parameter"] for name, row in rows.items()}
+    assert needed["Nero with momentum"] == needed["SGD with momentum (fused)"] == 20
+    assert (needed["Nero"], needed["AdamW (fused)"]) == (12, 28)
+    plain, own = rows["Nero"], rows["Nero with momentum"]
+    assert own["state_bytes"] == plain["state_bytes"] + 4 * own["parameters"], (
+        "the buffer is as large as the parameters"
+    )
+    for row in rows.values():
+        moved = row["bytes_per_parameter"] * row["parameters"] / (row["milliseconds"] / 1e3)
+        assert row["of_copy_bandwidth"] == pytest.approx(moved / found["copy_bytes_per_second"], rel=0.02, abs=1e-4)
 
 
 def test_sections_of_the_same_machine_are_merged(record: Path, tmp_path: Path):

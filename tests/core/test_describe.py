@@ -1,5 +1,6 @@
 """The description of a model: its numbers, its reasons and its text."""
 
+import copy
 import itertools
 import math
 import re
@@ -67,6 +68,8 @@ def test_state_bytes_are_those_of_the_optimisers(make):
         assert description.state_bytes == description.adam_bytes == 0
         return
 
+    heavy = nero.Nero(copy.deepcopy(model), momentum=0.9)
+    assert nero.describe(model, momentum=0.9).state_bytes == bytes_of(heavy.state)
     ours, adam = nero.Nero(model), torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None

@@ -36,7 +36,7 @@ def cast_between_steps(axis: int) -> None:
     """The state goes on in the new dtype, also where it is saved and where options change after it."""
     models = made(Zoo), made(Zoo)
     placed(axis)(models[1], mesh_of(2))
-    optimisers = [nero.Nero(model, lr=0.1, beta=0.5) for model in models]
+    optimisers = [nero.Nero(model, lr=0.1, beta=0.5, momentum=0.5) for model in models]
     for step in range(6):
         if step == 2:
             for model in models:
@@ -52,6 +52,8 @@ def cast_between_steps(axis: int) -> None:
     for key, state in plain.items():
         assert sharded[key]["grad_norm"].dtype == torch.float64
         torch.testing.assert_close(full(sharded[key]["grad_norm"]), state["grad_norm"], rtol=1e-5, atol=0)
+        assert sharded[key]["momentum_buffer"].dtype == torch.float64
+        torch.testing.assert_close(full(sharded[key]["momentum_buffer"]), state["momentum_buffer"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{}, {"pretrained": True}])

@@ -55,7 +55,10 @@ def world_of(layout: str) -> int:
 
 
 def begun(layout: str, seed: int = 0, **options: Any) -> tuple[nn.Module, nero.Nero]:
-    """Return a sharded model with two zero neurons, whose state has a radius, and its optimiser."""
+    """Return a sharded model with two zero neurons, whose state has a radius, and its optimiser.
+
+    Neurons and biases have momentum, gains have none.
+    """
     model = made(Net, torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,7 +67,10 @@ def begun(layout: str, seed: int = 0, **options: Any) -> tuple[nn.Module, nero.N
     shard, mesh = LAYOUTS[layout]
     if shard is not None:
         shard(model, mesh_of(*mesh))
-    return model, nero.Nero(model, **{"lr": 0.02, **options})
+    groups = nero.param_groups(model)
+    for group in groups:
+        group["momentum"] = 0.0 if group["role"] == "gain" else 0.9
+    return model, nero.Nero(groups, **{"lr": 0.02, **options})
 
 
 def train(model: nn.Module, optimiser: nero.Nero, first: int, last: int) -> None:
@@ -87,6 +93,10 @@ def assert_resumed(model: nn.Module, optimiser: nero.Nero, first: int = STOP) ->
         state, wanted = optimiser.state[parameter], expected.state[reference]
         assert state.keys() == wanted.keys()
         assert all(state[key].shape == value.shape for key, value in wanted.items())
+        if "momentum_buffer" in wanted:
+            torch.testing.assert_close(
+                full(state["momentum_buffer"]), wanted["momentum_buffer"], rtol=1e-10, atol=1e-12
+            )
         assert float(state["step"]) == END
 
 

@@ -1,7 +1,8 @@
 """The step of neurons that are cut: their elements are on different processes.
 
 Five sums over a neuron's elements (Σw, Σg, Σw², Σg² and Σwg) determine its turn. The processes add them up, for all
-tensors in one all-reduce; everything else is local.
+tensors in one all-reduce; everything else is local. With momentum, the direction of the step takes the place of g. A
+neuron whose gradient is not finite on another process must keep its buffer, so buffers are written after the reduction.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -53,6 +54,7 @@ def step(works: Sequence[Work]) -> None:
 
 def local_sums(work: Work) -> Tensor:
     """Return Σw, Σg, Σw², Σg² and Σwg over the local elements of each neuron, in float64."""
+    work = _directed(work)
     job, _, cut, loops = work
     w, g = job.parameter, job.grad
     if (arrays := _arrays(work)) is not None:
@@ -70,6 +72,16 @@ def local_sums(work: Work) -> Tensor:
     total = five.new_zeros(5, groups, *five.shape[2:], dtype=torch.float64)
     total.index_add_(1, cut.owners.to(five.device), five.double())
     return total.view(5, *job.state["grad_norm"].shape)
+
+
+def _directed(work: Work) -> Work:
+    """Put the direction of the step in place of the gradient. Computed anew for each use, to save memory."""
+    job = work.job
+    if job.buffer is None:
+        return work
+    wide = rule.statistics_dtype(job.buffer.dtype)
+    direction = torch.lerp(job.buffer.to(wide), job.grad.to(wide), 1 - work.settings.kept_by_step)
+    return work._replace(job=job._replace(grad=direction))
 
 
 def _sums(w: Tensor, g: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -134,7 +146,8 @@ def _turn(works: Sequence[Work], sums: Tensor) -> None:
     results = (each.split_with_sizes(counts) for each in (*turns, moving, average.grad_norm, average.skipped))
     for work, state, *own in zip(works, states, *results, strict=True):
         *numbers, new_grad_norm, skipped = (each.view(state["grad_norm"].shape) for each in own)
-        _write(work, numbers[:3], numbers[3])
+        _write(_directed(work), numbers[:3], numbers[3])
+        _advance(work, skipped)
         state["grad_norm"].copy_(new_grad_norm)
         state["skipped"].add_(skipped.sum())
 
@@ -154,6 +167,23 @@ def _write(work: Work, numbers: Sequence[Tensor], moving: Tensor) -> None:
     new = torch.addcmul(shift, w, stretch).addcmul_(job.grad.to(stretch.dtype), along)
     new = rounded(torch.where(moving, new, w), job.parameter.dtype, work.settings.rounding, work.settings.generator)
     job.parameter.copy_(new)
+
+
+def _advance(work: Work, skipped: Tensor) -> None:
+    """Update the momentum of the local elements, but of neurons that skip the step."""
+    job, owners = work.job, work.cut.owners
+    if job.buffer is None or not job.buffer.numel():
+        return
+    if owners is not None:
+        skipped = skipped.squeeze(1)[owners.to(skipped.device)]
+    new = 1 - work.settings.momentum
+    wide = rule.statistics_dtype(job.buffer.dtype)
+    if job.buffer.is_cpu and job.buffer.dtype == job.grad.dtype == wide and not bool(skipped.any()):
+        job.buffer.lerp_(job.grad, new)
+        return
+    before = job.buffer.to(wide)
+    moved = torch.where(skipped, before, torch.lerp(before, job.grad.to(wide), new))
+    job.buffer.copy_(rounded(moved, job.buffer.dtype, work.settings.rounding, work.settings.generator))
 
 
 def _write_in_place(work: Work, stretch: Tensor, along: Tensor, shift: Tensor) -> None:

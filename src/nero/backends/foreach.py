@@ -6,14 +6,14 @@ expensive, they are turned in place (:mod:`nero.backends.foreach_cpu`).
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero import rule
-from nero.backends import eager, foreach_cpu
-from nero.backends.foreach_cpu import flat, shaped
-from nero.backends.job import Job, Settings, apply_rule
+from nero.backends import eager
+from nero.backends.job import Job, Settings, apply_rule, flat, shaped
 from nero.rounding import rounded
 
 #: Tensors of one shape are stacked up to this many elements.
@@ -48,10 +48,11 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
         sizes = [job.parameter.numel() for job in batch]
         # reading the steps is free on a CPU; elsewhere it would wait for the device
         same_step = device.type == "cpu" and len({float(state["step"]) for state in states}) == 1
-        if same_step and foreach_cpu.nudge(batch, settings):
+        if same_step and _cpu().nudge(batch, settings):
             continue
-        counts = torch.tensor(sizes, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        owner = torch.repeat_interleave(torch.arange(len(batch), device=device), counts, output_size=sum(sizes))
+        # made on the device: a CUDA graph could not copy the sizes from the host
+        indices = torch.arange(len(batch), device=device).unbind()
+        owner = torch.cat([index.expand(size) for index, size in zip(indices, sizes, strict=True)])
         update = rule.nudge(
             torch.cat([flat(job.parameter) for job in batch]).to(dtype),
             torch.cat([flat(job.grad) for job in batch]).to(dtype),
@@ -80,6 +81,12 @@ def _nudge(jobs: Sequence[Job], settings: Settings) -> None:
             torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
 
 
+def _cpu() -> ModuleType:
+    from nero.backends import foreach_cpu  # a GPU does not need it
+
+    return foreach_cpu
+
+
 def _momentum(jobs: Sequence[Job], settings: Settings) -> rule.Momentum | None:
     """Return the momentum of gains and biases as one vector; ``None`` without momentum."""
     buffers = [flat(job.buffer) for job in jobs if job.buffer is not None]
@@ -87,7 +94,8 @@ def _momentum(jobs: Sequence[Job], settings: Settings) -> rule.Momentum | None:
 
 
 def _turn(jobs: Sequence[Job], settings: Settings) -> None:
-    foreach_cpu.turn([job for job in jobs if job.parameter.is_cpu], settings)
+    if on_cpu := [job for job in jobs if job.parameter.is_cpu]:
+        _cpu().turn(on_cpu, settings)
     _turn_stacks([job for job in jobs if not job.parameter.is_cpu], settings)
 
 

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nero import rule
 from nero.backends import eager
-from nero.backends.job import Job, Settings
+from nero.backends.job import Job, Settings, flat, shaped
 from nero.options import FixNorm
 
 #: Weights per piece: with their gradients, 32 MB in float32.
@@ -63,8 +63,6 @@ class _Matrix(NamedTuple):
 
 def turn(jobs: Sequence[Job], settings: Settings) -> None:
     """Turn the neurons of every job. The steps are already counted."""
-    if not jobs:  # then reading the learning rate would wait for a GPU
-        return
     with torch.autocast("cpu", enabled=False):  # some sums are matrix products, which must stay in float32
         _turn(jobs, settings)
 
@@ -400,13 +398,3 @@ def sum_along(matrix: Tensor, axis: int) -> Tensor:
     blocks, rest = matrix.shape[0] // COLUMN_BLOCK, matrix.shape[0] % COLUMN_BLOCK
     total = torch.matmul(ones, matrix[: blocks * COLUMN_BLOCK].view(blocks, COLUMN_BLOCK, -1)).sum(0)
     return total + torch.mm(ones[:, :rest], matrix[blocks * COLUMN_BLOCK :]) if rest else total
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """Reshape to a vector."""
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
-
-
-def shaped(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """View vectors in the shapes of other tensors."""
-    return [part if other.dim() == 1 else part.view(other.shape) for part, other in zip(parts, like, strict=True)]

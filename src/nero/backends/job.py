@@ -199,8 +199,10 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     parameter = role.view(member.parameter) if member.cut is None else member.parameter
     buffer = None
     if options["momentum"]:
-        buffer = state["momentum_buffer"]
-        if buffer.dtype != parameter.dtype:
+        buffer = state.get("momentum_buffer")
+        if buffer is None:  # users delete it to start anew
+            buffer = state["momentum_buffer"] = torch.zeros_like(member.parameter)
+        elif buffer.dtype != parameter.dtype:
             buffer = state["momentum_buffer"] = buffer.to(parameter.dtype)
         buffer = role.view(buffer) if member.cut is None else buffer
         grad = grad.to_dense() if grad.is_sparse else grad  # momentum moves all rows

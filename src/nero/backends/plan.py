@@ -3,15 +3,18 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nero.backends import cut, eager, foreach
+from nero.backends import eager, foreach
 from nero.backends.available import numba_works
 from nero.backends.job import Group, Job, Settings, job_of, jobs_of, settings_of
-from nero.backends.triton.planner import Planner
+
+if TYPE_CHECKING:
+    from nero.backends.cut import Work
+    from nero.backends.triton.planner import Planner
 
 #: From this many elements on, numba's loops are worth the time to compile or load them.
 MIN_NUMBA_ELEMENTS = 1 << 20
@@ -82,7 +85,7 @@ class Plan:
         self._groups = [_part(group, is_cut=False) for group in groups]
         self._cut_groups = [part for group in groups if (part := _part(group, is_cut=True)).members]
         self._is_retired = False
-        self._triton: Planner = Planner(self._groups, None if before is None else before._triton)
+        self._triton: Planner | None = _planner(self._groups, None if before is None else before._triton)
         generators = {id(group.generator): group.generator for group in groups if group.generator is not None}
         self._noise = [(generator, generator.initial_seed()) for generator in generators.values()]
         # read once: the noise of a step depends on its number alone, so a resumed run draws the same
@@ -108,28 +111,48 @@ class Plan:
 
     def step(self) -> None:
         """Step every parameter that has a gradient."""
-        sweeps = self._triton.ready()
+        if self._triton is None:  # parameters may have moved to a GPU
+            self._triton = _planner(self._groups)
+        sweeps = [] if self._triton is None else self._triton.ready()
         # build every job first, so that an error leaves all parameters unchanged
-        jobs = [jobs_of(group) for group in self._triton.rest]
+        jobs = [jobs_of(group) for group in (self._groups if self._triton is None else self._triton.rest)]
         works = [work for group in self._cut_groups for work in _works(group)]
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         for generator, seed in () if is_captured else self._noise:
             generator.manual_seed((seed + self._steps * SEED_STRIDE) % MAX_SEED)
         self._steps += 1
-        self._triton.launch(sweeps)
+        if self._triton is not None:
+            self._triton.launch(sweeps)
         for group, own in zip(self._groups, jobs, strict=True):
             if own:
                 settings = settings_of(group.options, None if is_captured else group.generator)
                 BACKENDS[group.options["backend"]](own, settings)
-        cut.step(works)
+        if works:
+            from nero.backends import cut
+
+            cut.step(works)
+
+
+def _planner(groups: Sequence[Group], before: "Planner | None" = None) -> "Planner | None":
+    """Deal parameters out to Triton sweeps; ``None`` if no parameter is one for Triton."""
+    chosen = [group for group in groups if group.options["backend"] in ("auto", "triton")]
+    if before is None and not any(
+        group.options["backend"] == "triton" or member.parameter.is_cuda for group in chosen for member in group.members
+    ):
+        return None
+    from nero.backends.triton.planner import Planner  # takes milliseconds, which a CPU need not wait for
+
+    return Planner(groups, before)
 
 
 def _part(group: Group, *, is_cut: bool) -> Group:
     return group._replace(members=[member for member in group.members if (member.cut is not None) == is_cut])
 
 
-def _works(group: Group) -> list[cut.Work]:
+def _works(group: Group) -> "list[Work]":
     """Make the work of a group whose neurons are cut, on all processes alike: an empty part has its share of sums."""
+    from nero.backends import cut
+
     settings = settings_of(group.options, group.generator)
     loops: Any = None
     if _uses_numba(group.options["backend"], [member.parameter for member in group.members]):

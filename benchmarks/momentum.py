@@ -1,0 +1,80 @@
+"""The step of Nero with momentum on the shapes of GPT-2, beside plain Nero and torch's fused SGD and AdamW.
+
+First compares the backends with the rule in float64, and exits without a report if they disagree. Writes
+benchmarks/results/momentum-cuda.json or momentum-cpu.json.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import step
+import torch
+from bench import ROOT, free_memory, start_record, write_record
+from contenders import REFERENCES, Contender, nero_by
+from rich.console import Console
+from shapes import Shapes, flat, gpt2, gpt2_xl
+from timing import Bench, Budget, Row
+
+from nero.backends import backends_for
+
+MOMENTUM = 0.9
+#: The least bytes of a float32 step with momentum: it also reads and writes the buffer.
+BYTES_PER_PARAMETER, ADAMW_BYTES_PER_PARAMETER = 20, 28
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser.add_argument("--backend", help="of Nero; default: the fastest")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
+    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
+    arguments = parser.parse_args(argv)
+    device, is_quick = torch.device(arguments.device), arguments.quick
+    backend = arguments.backend or backends_for(device)[-1]
+    path = (arguments.out or ROOT / ("out" if is_quick else "benchmarks/results")) / f"momentum-{device.type}.json"
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    record = start_record(path, device, is_quick)
+    console.print(f"{record['machine']}: a copy moves {record['copy_bytes_per_second'] / 1e9:.0f} GB/s")
+    budget = Budget(3, 0.01, 3, 0.0) if is_quick else Budget(20, 0.5)
+    bench = Bench(device, budget, record["copy_bytes_per_second"], is_quick, compile_budget_s=0.0)
+    rows: list[Row] = []
+    for shapes in shape_sets(device, is_quick):
+        for nesterov in (True, False):
+            step.check_steps(shapes.distinct, device, [backend], momentum=MOMENTUM, nesterov=nesterov)
+        new_rows = step.measure(shapes, contenders(backend), bench)
+        console.print(step.table(new_rows), "")
+        rows += new_rows
+        write_record(path, {**record, "momentum": rows, "left_out": {"momentum": bench.notes}})
+        free_memory(device)
+    console.print(f"written to {os.path.relpath(path)}")
+    return 0
+
+
+def shape_sets(device: torch.device, is_quick: bool) -> list[Shapes]:
+    """Return the shapes of GPT-2; the largest only on a GPU."""
+    if is_quick:
+        return [gpt2(False, 1, 32, 64, "GPT-2 tiny")]
+    return [gpt2(), gpt2_xl()] if device.type == "cuda" else [gpt2()]
+
+
+def contenders(backend: str) -> list[Contender]:
+    """Return Nero with and without momentum, and torch's optimisers."""
+    return [
+        *REFERENCES,
+        Contender("AdamW (fused)", lambda p: torch.optim.AdamW(flat(p), fused=True), ADAMW_BYTES_PER_PARAMETER),
+        Contender(
+            "SGD with momentum (fused)",
+            lambda p: torch.optim.SGD(flat(p), momentum=MOMENTUM, fused=True),
+            BYTES_PER_PARAMETER,
+        ),
+        nero_by(backend, "Nero"),
+        nero_by(backend, "Nero with momentum", BYTES_PER_PARAMETER, momentum=MOMENTUM),
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -45,7 +45,7 @@ class Projector:
         wanted = [each.tensor.numel() > 0 and (active is None or active[at]) for at, each in enumerate(neurons)]
         may_run_kernels = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
         plain = [at for at, each in enumerate(neurons) if may_run_kernels and _is_plain(each.tensor)]
-        done = self._kernels([neurons[at] for at in plain], [wanted[at] for at in plain])
+        done = self._kernels([neurons[at] for at in plain], [wanted[at] for at in plain]) if plain else set()
         left = [neurons[at] for number, at in enumerate(plain) if wanted[at] and number not in done]
         for batch in _batches(left):
             self._project_batch(batch)

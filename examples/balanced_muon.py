@@ -1,4 +1,4 @@
-"""Train a small transformer with Muon and AdamW, as they are and balanced, and print both losses.
+"""Train a small transformer with Muon and AdamW, as they are and balanced, and print the losses by learning rate.
 
 The text is the language reference that comes with Python, letter by letter. torch.optim.Muon needs torch 2.9 or newer.
 """
@@ -63,15 +63,16 @@ def train(text: Tensor, steps: int, lr: float, is_balanced: bool) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Train and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="steps of each run (default: 300)")
-    parser.add_argument("--lr", type=float, default=0.02, help="learning rate of Muon (default: 0.02)")
+    parser.add_argument("--steps", type=int, default=250, help="steps of each run (default: 250)")
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.02, 0.05, 0.1], help="learning rates of Muon")
     options = parser.parse_args(argv)
     letters = sorted(set("".join(topics.values())))
     numbers = {letter: number for number, letter in enumerate(letters)}
     text = torch.tensor([numbers[letter] for letter in "".join(topics.values())])
     torch.set_num_threads(1)  # the matrices are too small for threads to help
-    for name, is_balanced in (("Muon and AdamW", False), ("balanced", True)):
-        print(f"{name}: loss {train(text, options.steps, options.lr, is_balanced):.3f}", flush=True)
+    for lr in options.lr:
+        free, balanced = (train(text, options.steps, lr, is_balanced) for is_balanced in (False, True))
+        print(f"lr {lr:g}: loss {free:.3f}, balanced {balanced:.3f}", flush=True)
     return 0
 
 

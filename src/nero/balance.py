@@ -18,7 +18,7 @@ from nero.parameters import can_read, check_memory, check_real
 from nero.roles import Role, roles_of
 from nero.rule import Number, distance, norm, project, rounding_error, statistics_dtype
 from nero.scalars import as_float
-from nero.sharding import Sharding, agreed, local_of, local_row, sharding_of, spec_of
+from nero.sharding import agreed, local_of, local_row, sharding_of, spec_of
 
 
 class Balancer:
@@ -42,12 +42,15 @@ class Balancer:
     @torch.no_grad()
     def __call__(self, is_wanted: Callable[[Tensor], bool] = lambda _: True) -> None:
         """Balance the parameters that are wanted, in place."""
-        cut = [held for held in self._held if held.sharding.is_cut]
-        whole = [held for held in self._held if not held.sharding.is_cut]
+        whole: list[_Held] = []
+        cut: list[_Held] = []
+        for held in self._held:
+            held.follow()
+            (cut if held.sharding.is_cut else whole).append(held)
         wanted = [is_wanted(held.parameter) for held in whole]
         self._projector([held.neurons() for held in whole], wanted)
         for held, is_changed in zip(whole, wanted, strict=True):
-            if is_changed:
+            if is_changed and held.spec is not None:
                 held.sharding.write(held.parameter, held.parameter)
         for held in cut:
             if is_wanted(held.parameter):
@@ -62,19 +65,17 @@ class _Held:
     def __init__(self, parameter: Tensor, role: Role, radius: Number) -> None:
         self.parameter, self._role = parameter, role
         self._radius = local_of(radius) if isinstance(radius, Tensor) else radius
-        self._sharding, self._spec = sharding_of(parameter, role), spec_of(parameter)
+        self.sharding, self.spec = sharding_of(parameter, role), spec_of(parameter)
 
-    @property
-    def sharding(self) -> Sharding:
-        """How the neurons are spread over processes: made once, since that is slow."""
+    def follow(self) -> None:
+        """Read the sharding anew if the parameter has another. It is kept, since reading it is slow."""
         spec = spec_of(self.parameter)
-        if spec is not self._spec:
-            self._sharding, self._spec = sharding_of(self.parameter, self._role), spec
-        return self._sharding
+        if spec is not self.spec:
+            self.sharding, self.spec = sharding_of(self.parameter, self._role), spec
 
     def neurons(self) -> backends.Neurons:
         """Return the neurons that have elements on this process."""
-        tensor = self._sharding.neurons(self.parameter)
+        tensor = self.sharding.neurons(self.parameter)
         if isinstance(self._radius, Tensor):
             self._radius = self._radius.to(tensor.device)  # the model may have moved
         return backends.Neurons(tensor, self._role.axes, self._radius)

@@ -187,7 +187,8 @@ def test_ordinary_neurons_on_a_cpu_do_not_need_the_rule(
     shape, axes: tuple[int, ...], constraints: dict, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
     torch.manual_seed(0)
-    tensor = torch.randn(shape, dtype=dtype) + 0.2
+    tensor = torch.randn(shape, dtype=dtype)
+    tensor -= 0.9 * tensor.mean(axes, keepdim=True)
     options = dict(constraints)
     if "radius" in options:  # a third started at zero; of these, some are short
         radius = torch.rand_like(tensor.sum(axes, keepdim=True)) + 0.5

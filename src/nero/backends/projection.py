@@ -14,10 +14,10 @@ from nero.backends.job import Neurons
 from nero.backends.triton.project import Kernels
 from nero.rounding import rounded
 
-#: Elements of a piece of a matrix on a CPU: with its copy, 8 MB in float32.
+#: Elements of a piece of a matrix on a CPU: 4 MB in float32.
 PIECE_ELEMENTS = 1 << 20
-#: Neurons whose mean, as a vector, is this many times longer than the rest are left to the rule.
-MAX_DRIFT = 100.0
+#: The longest mean, as a vector, relative to a neuron that the fast path takes. A step of a balanced one is far below.
+MAX_DRIFT = 0.5
 
 
 class Projector:
@@ -45,7 +45,7 @@ class Projector:
         wanted = [each.tensor.numel() > 0 and (active is None or active[at]) for at, each in enumerate(neurons)]
         may_run_kernels = not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
         plain = [at for at, each in enumerate(neurons) if may_run_kernels and _is_plain(each.tensor)]
-        done = self._kernels([neurons[at] for at in plain], [wanted[at] for at in plain])
+        done = self._kernels([neurons[at] for at in plain], [wanted[at] for at in plain]) if plain else set()
         left = [neurons[at] for number, at in enumerate(plain) if wanted[at] and number not in done]
         for batch in _batches(left):
             self._project_batch(batch)
@@ -88,33 +88,29 @@ class Projector:
         tensor.copy_(rounded(balanced, tensor.dtype, "nearest"))
 
     def _project_quickly(self, matrix: Neurons) -> bool:
-        """Project a matrix in place, if its values are ordinary; return whether they are."""
+        """Project a matrix in place, if its values are ordinary and its means small; return whether they are."""
         weight, (axis,), radius = matrix
-        root, mean = math.sqrt(matrix.fan_in), weight.new_zeros(())
-        centred = weight
+        whole, mean = norm_along(weight, axis, weight.new_empty(weight.numel() if axis == 0 else 0)), None
+        drift = torch.zeros_like(whole)
         if self._fix_mean and matrix.fan_in != 2:
             mean = rule.held(sum_along(weight, axis).div_(matrix.fan_in), radius)
-            centred = weight - mean
-        scratch = weight.new_empty(weight.numel() if axis == 0 else 0)
-        size, drift = norm_along(centred, axis, scratch), mean.abs() * root
-        if bool((drift > size).any()):  # the mean's rounding error counts beside what is left
-            centred = centred - rule.held(sum_along(centred, axis).div_(matrix.fan_in), radius)
-            size = norm_along(centred, axis, scratch)
-        if not (_is_ordinary(size) and _is_ordinary(rule.bound(radius)) and bool((drift <= MAX_DRIFT * size).all())):
+            drift = mean.abs() * math.sqrt(matrix.fan_in)
+        if not (_is_ordinary(whole) and _is_ordinary(rule.bound(radius)) and bool((drift <= MAX_DRIFT * whole).all())):
             return False
+        size = (whole.square() - drift.square()).sqrt_()  # of the neuron without its mean
+        off, stretch = torch.zeros_like(size), torch.ones_like(size)
+        allowed: rule.Number = rule.bound(radius) if self._fix_norm else whole
         if self._fix_norm:
-            off, allowed = size - rule.bound(radius), rule.bound(radius)
-            stretch = rule.bound(radius) / size
+            off, stretch = size - allowed, allowed / size
             if isinstance(radius, Tensor):  # those that started at zero may be short
                 off = torch.where(radius < 0, off.relu(), off)
                 stretch = torch.where(radius < 0, stretch.clamp_max(1), stretch)
-        else:
-            off, allowed, stretch = torch.zeros_like(size), torch.hypot(size, drift), torch.ones_like(size)
-        balanced = torch.hypot(off, drift) <= rule.rounding_error(weight.dtype) * allowed
+        balanced = torch.hypot(off, drift) <= rule.rounding_error(weight.dtype) * allowed  # these keep their bits
         if not bool(balanced.all()):
-            if bool(balanced.any()):  # these keep their bits
-                stretch, centred = torch.where(balanced, 1.0, stretch), torch.where(balanced, weight, centred)
-            torch.mul(centred, stretch, out=weight)
+            if mean is not None:
+                weight.sub_(torch.where(balanced, 0.0, mean))
+            if self._fix_norm:
+                weight.mul_(torch.where(balanced, 1.0, stretch))
         return True
 
 
@@ -173,7 +169,7 @@ def _matrix(neurons: Neurons) -> Neurons | None:
 
 
 def _pieces(matrix: Neurons) -> Iterator[Neurons]:
-    """Cut a matrix between neurons into pieces, which need less memory for copies."""
+    """Cut a matrix between neurons into pieces, so that one odd neuron does not leave all to the rule."""
     weight, (axis,), radius = matrix
     across = 1 - axis
     total, most = weight.shape[across], max(1, PIECE_ELEMENTS // matrix.fan_in)

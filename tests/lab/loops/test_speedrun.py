@@ -61,10 +61,24 @@ def test_resumed_run_equals_uninterrupted(contender, tmp_path):
         assert torch.equal(value, before[name]) == name.endswith("norm.weight"), name
     assert nero.is_balanced(whole.model) == contender.startswith("nero")
     assert nero.is_balanced(whole.model.blocks) == (contender not in ("muon", "sgd"))
+    assert whole.curve["train_loss"][-1] < whole.curve["train_loss"][0]
     record = Store(tmp_path).finish(whole)
     assert record["train_seconds"] > 0
     assert 6 * record["tta_accuracy"] in range(7)
     assert len(record["curve"]["test_accuracy"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", NAMES)
+def test_gpu_run_captures_both_phases(contender):
+    task = replace(shrink(contender), is_compiled=contender == "muon")
+    run = finish(task.loop(task, task.settings(contender), make_data(examples=16, tests=6).to("cuda"), None))
+    assert run.settings.precision == "bf16"
+    assert [len(step.graphs) for step in (run._learn, run._learn_later)] == [1, 1]
+    assert None not in run.curve["train_loss"]  # which a NaN would be
+    assert run.curve["train_loss"][-1] < run.curve["train_loss"][0]
+    assert nero.is_balanced(run.model.blocks) == (contender not in ("muon", "sgd"))
+    assert run.final_results()["train_seconds"] > 0
 
 
 def test_whitening_bias_rests_after_three_epochs():

@@ -262,7 +262,7 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> N
         KeyError: if the state lacks something. torch does not check, and would fail in a later step.
         ValueError: if a shape or dtype differs, which torch does not check either.
     """
-    now = optimiser.state_dict()
+    now, rates = optimiser.state_dict(), [group["lr"] for group in optimiser.param_groups]
     wanted = _flatten(now)
     sharded = {"state": distributed.shard_like(state["state"], now["state"]), "param_groups": state["param_groups"]}
     optimiser.load_state_dict(sharded)
@@ -272,8 +272,8 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> N
         raise KeyError(min(lacking))
     for name, value in wanted.items():
         _require_same_kind(name, loaded[name], value)
-    for group, before in zip(optimiser.param_groups, now["param_groups"], strict=True):
-        group["lr"] = before["lr"]  # loading copied the tensor
+    for group, before, lr in zip(optimiser.param_groups, now["param_groups"], rates, strict=True):
+        group["lr"] = lr  # loading copied the tensor
         if "fused" in before:
             group["fused"] = before["fused"]  # says how to compute, and depends on the number of processes
 

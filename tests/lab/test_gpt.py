@@ -194,6 +194,17 @@ def test_gpt_contender_trains_and_records(contender, tmp_path):
     assert record["precision"] == "bf16"
 
 
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("float32", 4)])
+def test_gpt_verdict_has_the_precision_of_the_run(precision, size):
+    def logit_bytes(model, data):
+        inputs, _ = next(data.batches("all"))
+        return {"logit_bytes": model(inputs).element_size()}
+
+    task = tiny(verdict=logit_bytes)
+    training = Supervised(task, task.settings("adamw", precision=precision), make_books())
+    assert training.final_results() == {"logit_bytes": size}
+
+
 @pytest.mark.parametrize("contender", ["muon", "nero"])
 def test_gpt_run_resumes_where_it_stopped(contender, tmp_path):
     task, data = tiny(), make_books(examples=12)

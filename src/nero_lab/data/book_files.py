@@ -28,9 +28,6 @@ ENOUGH_TRAIN_BYTES = 150_000_000
 #: The published texts lack this book, the longest.
 LEFT_OUT = "Samuel Richardson/Clarissa.md"
 
-#: Books by path; a path is "author/title.md".
-Books = dict[str, bytes]
-
 
 def read_text(folder: Folder, name: str) -> bytes:
     """Return the verified text of a file of :data:`sources.BOOKS`; build both files first if it is missing.
@@ -72,8 +69,8 @@ def build(folder: Folder) -> None:
         archive.unlink()
 
 
-def read_archive(path: Path, progress: Progress | None) -> Books:
-    """Return the cleaned books of a gzipped tar archive that are old and long enough."""
+def read_archive(path: Path, progress: Progress | None) -> dict[str, bytes]:
+    """Return the cleaned books of a gzipped tar archive that are old and long enough, by path (author/title.md)."""
     total, books = path.stat().st_size, {}
     report = partial(progress, f"unpacking {path.name}") if progress else None
     try:
@@ -119,7 +116,7 @@ def clean(text: str) -> str | None:
     return body.strip() + "\n"
 
 
-def split(books: Books) -> tuple[bytes, bytes]:
+def split(books: dict[str, bytes]) -> tuple[bytes, bytes]:
     """Return the training and the validation text: books joined in the order of their paths' SHA-256."""
     by_author: dict[str, list[str]] = {}
     for path in sorted(books, key=_digest):

@@ -126,13 +126,12 @@ class SpeedRun(Supervised):
         """Shuffle, move and mirror all images."""
         seed, count = self.settings.seed, len(labels)
         place: Any = {"generator": self.generator, "device": self.device}
-        self.generator.manual_seed(seed)  # the first flips are the same in all epochs
+        self.generator.manual_seed(seed * 1_000_003 + self.task.epochs)  # which no epoch has: all share the first flips
         flips = torch.randint(2, (count,), **place) == self.epoch % 2
         self.generator.manual_seed(seed * 1_000_003 + self.epoch)
         order = torch.randperm(count, **place)
         shifts = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (count, 2), **place)
         inputs = self.data.normalise(translate_and_flip(pixels[order], shifts, flips[order]))
-        inputs = inputs.bfloat16() if self.settings.precision == "bf16" else inputs
         split = (torch.split(part, self.task.batch) for part in (inputs, labels[order]))
         return list(zip(*split, strict=True))
 
@@ -171,11 +170,12 @@ class SpeedRun(Supervised):
         super()._end_epoch()
 
     def _start_clock(self) -> None:
-        """Start the clock, unless it runs. Capture all CUDA graphs before."""
+        """Start the clock, unless it runs. Compile and capture everything before."""
         if self._clock:
             return
         if self._stream is not None:
-            self._capture()
+            if not self._learn.graphs:
+                self._capture()
             self._stream.synchronize()
         self._clock = time.perf_counter()
 
@@ -190,9 +190,9 @@ class SpeedRun(Supervised):
         """Capture the steps of both phases, on made-up images."""
         self.model.train()
         count, dtype = min(self.task.batch, self.data.examples), self.data.train.pixels.dtype
-        images = torch.randint(256, (count, *self.data.train.pixels.shape[1:]), device=self.device, dtype=dtype)
+        shape = (count, *self.data.train.pixels.shape[1:])
+        images = torch.randint(256, shape, generator=self.generator, device=self.device, dtype=dtype)
         inputs = self.data.normalise(images.contiguous(memory_format=torch.channels_last))
-        inputs = inputs.bfloat16() if self.settings.precision == "bf16" else inputs
         for is_early in (True, False):
             self._set_phase(is_early=is_early).prepare(inputs, self.data.train.labels[:count])
 

@@ -63,8 +63,11 @@ class Airbench(nn.Module):
             nn.init.normal_(self.head.weight, std=head_std)
 
     def forward(self, images: Tensor) -> Tensor:
-        hidden = self.blocks(F.gelu(self.whitening(images)))
-        return self.head(F.max_pool2d(hidden, 3).flatten(1)) * self.output_scale  # type: ignore[no-any-return]
+        # bfloat16 would blur the small differences that whitening amplifies
+        with torch.autocast(images.device.type, enabled=False):
+            hidden = F.gelu(self.whitening(images))
+        features = F.max_pool2d(self.blocks(hidden), 3).flatten(1)
+        return self.head(features).float() * self.output_scale  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def whiten(self, images: Tensor) -> None:

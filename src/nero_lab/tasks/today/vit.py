@@ -3,21 +3,15 @@
 20 epochs of batches of 500, which divide the data: one shape to compile. One epoch of warm-up, then a cosine.
 """
 
-from dataclasses import replace
 from functools import partial
 
 from nero_lab.data.augmentation import crop_flip_rotate
 from nero_lab.models.vit import VisionTransformer
-from nero_lab.protocol import Contender, Seconds, Task, warm_up_then_cosine
+from nero_lab.protocol import Seconds, Task, warm_up_then_cosine
 from nero_lab.tasks.today.contenders import CONTENDERS
 
 EPOCHS = 20
 NAMES = ("nero", "nero-momentum", "nero-auto", "nero-momentum-auto", "adamw", "muon")
-
-
-def without_ends(contender: Contender) -> Contender:
-    """Leave out the lowest and the highest rate of a contender's grid."""
-    return replace(contender, grid=contender.grid and contender.grid[1:-1])
 
 
 task = Task(
@@ -27,7 +21,7 @@ task = Task(
     title="A vision transformer of 4.8 M parameters on CIFAR-10",
     dataset="cifar10",
     model=VisionTransformer,
-    contenders={name: without_ends(CONTENDERS[name]) for name in NAMES},
+    contenders={name: CONTENDERS[name] for name in NAMES},
     grid=(),
     epochs=EPOCHS,
     batch=500,

@@ -43,7 +43,7 @@ class Drawing(NamedTuple):
 def draw_sensitivity(study: Study, task: str) -> Figure:
     """Draw the result by rate, one panel a contender, with all others in grey behind it."""
     contenders = study.ranking(task)
-    columns = min(COLUMNS, len(contenders))
+    columns = 3 if len(contenders) in (5, 6, 9) else min(COLUMNS, len(contenders))
     rows = math.ceil(len(contenders) / columns)
     figure, panels = make_panels(2.6 * columns + 0.4, 2.35 * rows + 0.5, rows, [1] * columns)
     goal = goal_of(task)
@@ -343,7 +343,12 @@ def _tick_rates(axes: Axes, rates: Sequence[float]) -> None:
 
 
 def _key(figure: Figure, *handles: Line2D) -> None:
-    options = {"ncols": len(handles), "frameon": False, "fontsize": SMALL_PT, "borderaxespad": 0.8}
+    options = {
+        "ncols": len(handles) if figure.get_figwidth() > 10 else 3,
+        "frameon": False,
+        "fontsize": SMALL_PT,
+        "borderaxespad": 0.8,
+    }
     figure.legend(handles=handles, loc="outside upper left", **options)
 
 

@@ -36,8 +36,8 @@ class Balancer:
         self, neurons: Iterable[tuple[Tensor, Role, Number]], *, fix_mean: bool = True, fix_norm: bool = True
     ) -> None:
         self._held = [_Held(parameter, role, radius) for parameter, role, radius in neurons]
-        self._projector = backends.Projector(fix_mean=fix_mean, fix_norm=fix_norm)
-        self._projector_of_gathered = backends.Projector(fix_mean=fix_mean, fix_norm=fix_norm)
+        self._projector = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
+        self._projector_of_gathered = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
 
     @torch.no_grad()
     def __call__(self, is_wanted: Callable[[Tensor], bool] = lambda _: True) -> None:

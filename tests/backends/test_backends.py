@@ -10,7 +10,6 @@ from torch import Tensor
 import nero
 from nero import rule
 from nero.backends import plan
-from nero.backends.available import has_momentum
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -184,8 +183,6 @@ def test_step_bumps_version_counters_and_leaves_gradients(backend: str):
 def test_compiled_backend_steps_ordinary_tensors_itself(backend: str, momentum: float, monkeypatch: pytest.MonkeyPatch):
     if backend in ("eager", "foreach"):
         pytest.skip("foreach and eager have no fallback to detect")
-    if momentum and not has_momentum(backend):
-        pytest.skip("the backend leaves momentum to foreach")
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Linear(6, 5))
     optimiser = nero.Nero(model, backend=backend, momentum=momentum)
     for parameter in model.parameters():

@@ -14,6 +14,7 @@ import nero
 from nero import backends, rule
 from nero.backends import available
 from nero.backends.job import Neurons
+from nero.backends.projection import Projector
 from nero.backends.triton import project
 from nero.backends.triton.tables import Launch
 from nero.balance import balance_tensor_
@@ -37,7 +38,7 @@ def project_without_kernels_(tensor: Tensor, axes: tuple[int, ...], radius: rule
     """Project one tensor by operations of torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(project, "triton_works", lambda _: False)
-        backends.Projector(**{"fix_mean": True, "fix_norm": True} | constraints)([Neurons(tensor, axes, radius)])
+        backends.projector(**{"fix_mean": True, "fix_norm": True} | constraints)([Neurons(tensor, axes, radius)])
     return True
 
 
@@ -196,7 +197,7 @@ def test_ordinary_neurons_on_a_cpu_do_not_need_the_rule(
         tensor.mul_(torch.where(radius.expand(shape) < -1, 0.01, 1.0))
         options["radius"] = radius
     wanted = rule.project(tensor, axes, **options).tensor
-    monkeypatch.setattr(backends.Projector, "_by_rule", lambda *_: pytest.fail("the rule was used"))
+    monkeypatch.setattr(Projector, "_by_rule", lambda *_: pytest.fail("the rule was used"))
     monkeypatch.setattr("nero.backends.projection.PIECE_ELEMENTS", 1 << 15)
     project_without_kernels_(tensor, axes, **options)
     torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-6)
@@ -207,9 +208,9 @@ def test_ordinary_neurons_on_a_cpu_do_not_need_the_rule(
 
 def test_small_tensors_on_a_cpu_are_projected_together(monkeypatch: pytest.MonkeyPatch):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(20)), nn.Conv2d(4, 3, 2), nn.Linear(8, 3))
-    projected, project_one = [], backends.Projector._project
+    projected, project_one = [], Projector._project
     monkeypatch.setattr(
-        backends.Projector,
+        Projector,
         "_project",
         lambda self, each: (projected.append(each.tensor.shape), project_one(self, each)),
     )

@@ -1,6 +1,5 @@
 """The optimisers of the study of today: their grids, rates, groups, state and runs that resume."""
 
-import inspect
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,8 +22,7 @@ from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS, depth
 from nero_lab.tasks.today.contenders import CONTENDERS
 
-HAS_MOMENTUM = "momentum" in inspect.signature(nero.Nero).parameters
-NAMES = [name for name, contender in CONTENDERS.items() if HAS_MOMENTUM or "momentum" not in contender.options]
+NAMES = list(CONTENDERS)
 each_contender = pytest.mark.parametrize("name", NAMES)
 
 

@@ -1,21 +1,22 @@
 """The same step at different speeds: every backend computes what :mod:`nero.rule` defines.
 
-This is the only door: a :class:`Plan` steps groups of parameters, a :class:`Projector` balances neurons.
+This is the only door: a :class:`Plan` steps groups of parameters, a :func:`projector` balances neurons.
 """
+
+from typing import TYPE_CHECKING
 
 from nero.backends.available import backends_for, check_backend
 from nero.backends.job import Cut, Group, Member, Neurons
 from nero.backends.plan import Plan, step_eagerly
-from nero.backends.projection import Projector
 
-__all__ = [
-    "Cut",
-    "Group",
-    "Member",
-    "Neurons",
-    "Plan",
-    "Projector",
-    "backends_for",
-    "check_backend",
-    "step_eagerly",
-]
+if TYPE_CHECKING:
+    from nero.backends.projection import Projector
+
+__all__ = ["Cut", "Group", "Member", "Neurons", "Plan", "backends_for", "check_backend", "projector", "step_eagerly"]
+
+
+def projector(*, fix_mean: bool, fix_norm: bool) -> "Projector":
+    """Make a projector to zero mean, to a radius, or both."""
+    from nero.backends.projection import Projector  # imported where used, with the code of its devices
+
+    return Projector(fix_mean=fix_mean, fix_norm=fix_norm)

@@ -44,9 +44,9 @@ EAGER = frozenset({"soap"})
 def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> torch.optim.Optimizer:
     """Make an optimiser for a model: one of the paper, by default without momentum and weight decay, or of a library.
 
-    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on; the name of a
-    submodule holds those of this part. The paper's baselines start from the model as it is; those of libraries balance
-    it at once, as Nero does.
+    All optimisers but Nero take ``balanced``: hold the neurons to both constraints from the first step on, of the whole
+    model or of the submodule that it names. The paper's baselines start from the model as it is; those of libraries
+    balance it at once, as Nero does.
 
     Args:
         name: a key of :data:`OPTIONS`.

@@ -1,6 +1,5 @@
 """The speed-run: its optimisers, augmentation, schedules, Lookahead, multi-crop evaluation, and resumed runs."""
 
-import inspect
 from dataclasses import replace
 from functools import partial
 
@@ -22,8 +21,7 @@ from nero_lab.store import Store
 from nero_lab.tasks import TASKS
 
 TASK = TASKS["airbench"]
-HAS_MOMENTUM = "momentum" in inspect.signature(nero.Nero).parameters
-NAMES = [name for name, contender in TASK.contenders.items() if HAS_MOMENTUM or "momentum" not in contender.options]
+NAMES = list(TASK.contenders)
 
 
 def shrink(contender):

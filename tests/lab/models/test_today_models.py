@@ -1,6 +1,5 @@
 """The networks of today's study on CIFAR-10: sizes, roles, and the parts that differ from torch's layers."""
 
-import inspect
 import math
 from dataclasses import replace
 from functools import partial
@@ -20,8 +19,6 @@ from nero_lab.loops.supervised import Supervised
 from nero_lab.models.airbench import Airbench
 from nero_lab.models.vit import SelfAttention, VisionTransformer
 from nero_lab.tasks import TASKS
-
-HAS_MOMENTUM = "momentum" in inspect.signature(nero.Nero).parameters
 
 
 def count(parameters):
@@ -78,8 +75,6 @@ def test_vit_attention_ignores_the_scale_of_queries():
 @pytest.mark.parametrize("contender", TASKS["vit"].contenders)
 def test_vit_task_trains_and_resumes(contender):
     task, data = TASKS["vit"], make_data(examples=8, tests=5)
-    if "momentum" in task.contenders[contender].options and not HAS_MOMENTUM:
-        pytest.skip("Nero has no momentum yet")
     task = replace(task, batch=4, model=partial(VisionTransformer, width=64, layers=1))
     settings = task.settings(contender, epochs=2)
     assert settings.precision == "bf16"

@@ -10,7 +10,7 @@ from nero_lab.report.pages import BLOCK
 from nero_lab.report.today import Study, fill, read_study
 from nero_lab.report.today.__main__ import PAGES, main
 from nero_lab.report.today.figures import FIGURES
-from nero_lab.report.today.significance import is_better, margin, pooled_deviation
+from nero_lab.report.today.significance import is_better, welch_p
 from nero_lab.report.today.study import width_near
 from nero_lab.report.today.tables import TABLES
 from nero_lab.store import StoreError
@@ -50,40 +50,34 @@ def rows_of(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_pooled_deviation_weights_groups_by_freedom():
-    deviation, freedom = pooled_deviation([[0.0, 2.0], [1.0, 1.0, 1.0], [5.0]])
-    assert freedom == 3
-    assert deviation == pytest.approx(math.sqrt(2 / 3))
+def test_welch_agrees_with_published_values():
+    # two-sided points of Student's t with 4 degrees of freedom: 2.776 at 0.05, 4.604 at 0.01
+    for t, p in ((2.776, 0.05), (4.604, 0.01)):
+        shift = t * math.sqrt(2 / 3)  # three values each, variance one
+        assert welch_p([-1.0, 0.0, 1.0], [shift - 1, shift, shift + 1]) == pytest.approx(p, rel=1e-3)
+    # Welch's correction: df = 1.06 for variances 1 and 100 of 30 and 2 values
+    wide, narrow = [-10.0, 10.0], [(-1.0) ** i for i in range(30)]
+    assert welch_p(narrow, [30 + x for x in wide]) == pytest.approx(0.2, abs=0.02)
 
 
-def test_pooled_deviation_leaves_out_diverged_groups():
-    assert pooled_deviation([[0.0, 2.0], [1.0, math.inf]]) == pooled_deviation([[0.0, 2.0]])
+def test_rule_needs_a_p_value_below_one_per_cent():
+    values = [-1.0, 0.0, 1.0]
+    assert is_better(values, [x + 4.7 * math.sqrt(2 / 3) for x in values])
+    assert not is_better(values, [x + 4.5 * math.sqrt(2 / 3) for x in values])
+    assert not is_better([x + 4.7 * math.sqrt(2 / 3) for x in values], values)
 
 
-def test_pooled_deviation_of_single_seeds_is_nan():
-    deviation, freedom = pooled_deviation([[1.0], [2.0], []])
-    assert math.isnan(deviation)
-    assert freedom == 0
+def test_rule_with_single_seeds_decides_nothing():
+    assert not is_better([1.0], [2.0, 2.001])
+    assert not is_better([1.0, 1.001], [2.0])
+    assert not is_better([], [2.0])
+    assert not is_better([1.0, 1.0], [1.0, 1.0])
 
 
-def test_rule_decides_from_three_standard_errors_on():
-    assert margin(0.5, 4, 4) == pytest.approx(3 * 0.5 * math.sqrt(1 / 2))
-    bound = margin(0.5, 4, 2)
-    assert is_better([1.0] * 4, [1.0 + 1.001 * bound] * 2, 0.5)
-    assert not is_better([1.0] * 4, [1.0 + 0.999 * bound] * 2, 0.5)
-    assert not is_better([1.0 + 1.001 * bound] * 2, [1.0] * 4, 0.5)
-
-
-def test_rule_without_deviation_or_seeds_decides_nothing():
-    assert not is_better([1.0], [2.0], math.nan)
-    assert not is_better([], [2.0], 0.1)
-    assert not is_better([1.0, 1.0], [1.0, 1.0], 0.0)
-
-
-def test_rule_finds_a_diverged_contender_worse():
-    assert is_better([1.0, 1.0], [1.0, math.inf], 0.1)
-    assert not is_better([1.0, math.inf], [1.0, 1.0], 0.1)
-    assert not is_better([math.inf], [math.inf], 0.1)
+def test_rule_finds_a_contender_that_always_diverged_worse():
+    assert is_better([1.0, 1.0], [math.inf, math.inf])
+    assert not is_better([1.0, 1.0], [1.0, math.inf])  # one of two is not decided
+    assert not is_better([math.inf, math.inf], [1.0, 1.0])
 
 
 def test_width_interpolates_in_log_rate():
@@ -167,12 +161,13 @@ def test_diverged_run_with_finite_accuracy_is_infinite():
 
 
 def test_ranking_names_who_is_better_than_whom():
-    values = {"muon": [1.0, 1.001], "nero": [1.1, 1.101], "adamw": [1.1005, 1.1015], "lion": [1.2, None]}
+    values = {"muon": [1.0, 1.001, 1.002], "nero": [1.1, 1.101, 1.102], "adamw": [1.1005, 1.1015, 1.1025]}
+    values |= {"lion": [None, None]}
     study = Study([record for name, found in values.items() for record in seeds(found, name)])
     rows = {row[1].strip("*"): row for row in rows_of(TABLES["gpt"](study)) if row[0] != "-"}
     assert [rows[name][-1] for name in ("Muon", "Nero", "AdamW", "Lion")] == ["2 to 4", "4", "4", "none"]
-    assert rows["Lion"][2] == "1 of 2 diverged"
-    assert rows["Nero"][2] == "1.1005 ± 0.0007"
+    assert rows["Lion"][2] == "2 of 2 diverged"
+    assert rows["Nero"][2] == "1.1010 ± 0.0010"
     assert rows["Nero"][6] == "0.25"
     assert rows_of(TABLES["gpt-ours"](study)) == [["**Nero**", "Lion", "Muon", "AdamW"]]
 

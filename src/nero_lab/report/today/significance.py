@@ -1,43 +1,56 @@
-"""The rule by which one contender is called better than another: three standard errors of the difference."""
+"""The rule by which one contender is called better than another: Welch's t-test."""
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-#: Standard errors by which two means must differ.
-STANDARD_ERRORS = 3.0
+#: Two-sided p-value below which a difference counts.
+MAX_P = 0.01
+#: Points of the integral of Student's density.
+POINTS = 2_000
 
 
-def pooled_deviation(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation between seeds, pooled over contenders, and its degrees of freedom.
+def welch_p(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the two-sided p-value of Welch's t-test, which lets the spreads of two groups differ.
 
-    A group with a single value, or with a value that is not finite, has no part in it. Without any group left, the
-    deviation is NaN.
+    With ν degrees of freedom, the density of φ = atan(t / √ν) is proportional to cos^(ν-1) φ.
+
+    Args:
+        ours: at least two finite values.
+        theirs: the same of the other group.
 
     Example:
-        >>> pooled_deviation([[1.0, 3.0], [5.0, 5.0], [7.0]])
-        (1.0, 2)
+        >>> round(welch_p([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]), 4)
+        0.0213
     """
-    groups = [values for values in groups if len(values) > 1 and all(map(math.isfinite, values))]
-    freedom = sum(len(values) - 1 for values in groups)
-    squares = sum((value - statistics.fmean(values)) ** 2 for values in groups for value in values)
-    return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
+    errors = [statistics.variance(values) / len(values) for values in (ours, theirs)]
+    difference = abs(statistics.fmean(ours) - statistics.fmean(theirs))
+    if not sum(errors):
+        return 0.0 if difference else 1.0
+    freedom = sum(errors) ** 2 / sum(
+        error**2 / (len(values) - 1) for error, values in zip(errors, (ours, theirs), strict=True)
+    )
+    bound = math.atan(difference / math.sqrt(sum(errors)) / math.sqrt(freedom))
+    return _integral(bound, math.pi / 2, freedom) / _integral(0.0, math.pi / 2, freedom)
 
 
-def margin(deviation: float, ours: int, theirs: int) -> float:
-    """Return the least difference between the means of two contenders that counts, by their numbers of seeds."""
-    return STANDARD_ERRORS * deviation * math.sqrt(1 / ours + 1 / theirs)
+def is_better(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    """Tell whether our mean is below theirs, at a p-value below :data:`MAX_P`.
 
-
-def is_better(ours: Sequence[float], theirs: Sequence[float], deviation: float) -> bool:
-    """Tell whether our mean is below theirs by at least the margin.
+    Fewer than two seeds decide nothing. A contender that diverged on every seed is worse than one that never did.
 
     Args:
         ours: one value a seed, lower is better; infinity for a diverged run.
         theirs: the same of the other contender.
-        deviation: between seeds, as of :func:`pooled_deviation`. NaN decides nothing.
     """
-    if not ours or not theirs:
+    if min(len(ours), len(theirs)) < 2 or not all(map(math.isfinite, ours)):
         return False
-    difference = statistics.fmean(theirs) - statistics.fmean(ours)
-    return difference > 0 and difference >= margin(deviation, len(ours), len(theirs))
+    if not all(map(math.isfinite, theirs)):
+        return not any(map(math.isfinite, theirs))
+    return statistics.fmean(ours) < statistics.fmean(theirs) and welch_p(ours, theirs) < MAX_P
+
+
+def _integral(start: float, stop: float, freedom: float) -> float:
+    """Integrate cos^(ν-1) by the midpoint rule."""
+    width = (stop - start) / POINTS
+    return width * math.fsum(math.cos(start + (i + 0.5) * width) ** (freedom - 1) for i in range(POINTS))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nero_lab.report.names import CONTENDERS as NAMES
-from nero_lab.report.today.significance import is_better, pooled_deviation
+from nero_lab.report.today.significance import is_better
 from nero_lab.store import StoreError, read_records
 from nero_lab.tasks import TASKS
 
@@ -177,13 +177,9 @@ class Study:
         run = [contender for contender in self.contenders(task) if self.values(task, contender)]
         return sorted(run, key=lambda contender: statistics.fmean(self.values(task, contender)))
 
-    def deviation(self, task: str) -> tuple[float, int]:
-        """Return the deviation between seeds, pooled over the contenders, and its degrees of freedom."""
-        return pooled_deviation(self.values(task, contender) for contender in self.contenders(task))
-
     def is_better(self, task: str, ours: str, theirs: str) -> bool:
         """Tell whether one contender is better than another by the study's rule."""
-        return is_better(self.values(task, ours), self.values(task, theirs), self.deviation(task)[0])
+        return is_better(self.values(task, ours), self.values(task, theirs))
 
     def width(self, task: str, contender: str) -> Width | None:
         """Return the width of the range of rates near the contender's best; None with a single rate."""

@@ -11,7 +11,6 @@ from nero_lab.report.names import display_name
 from nero_lab.report.pages import fill_blocks
 from nero_lab.report.tables import NOT_RUN
 from nero_lab.report.today.figures import FIGURES, TARGET
-from nero_lab.report.today.significance import margin
 from nero_lab.report.today.study import OURS, SERIES, Run, Study, goal_of
 
 #: The tasks that rank contenders, each with its name on the overview.
@@ -84,7 +83,7 @@ def ranking(study: Study, task: str) -> str:
     rows += [["-", _name(name), NOT_RUN, *["-"] * 6] for name in study.contenders(task) if name not in order]
     head = ["", "contender", goal.name, "seeds", "best rate", f"width at {goal.tolerance}", "state, bytes a parameter"]
     table = render_table([*head, "seconds (side by side)", "better than"], rows, left=2)
-    return "\n\n".join([table, _rule_note(study, task), *_short_note(study, task)])
+    return "\n\n".join([table, *_short_note(study, task)])
 
 
 def ours(study: Study, task: str) -> str:
@@ -178,7 +177,7 @@ def airbench(study: Study) -> str:
         f"runs at {TARGET:g} % or above",
     ]
     table = render_table([*head, "seconds (side by side)", "state, bytes a parameter", "better than"], rows, left=2)
-    return "\n\n".join([table, _rule_note(study, "airbench"), *_short_note(study, "airbench")])
+    return "\n\n".join([table, *_short_note(study, "airbench")])
 
 
 def airbench_rates(study: Study) -> str:
@@ -273,7 +272,7 @@ def _span(counts: Sequence[int]) -> str:
 
 def _beaten(study: Study, task: str, order: Sequence[str], contender: str) -> str:
     """Return the places of the contenders that this one is better than, as ranges."""
-    if math.isnan(study.deviation(task)[0]):
+    if len(study.values(task, contender)) < 2:
         return "-"
     places = [place for place, other in enumerate(order, 1) if study.is_better(task, contender, other)]
     ranges = []
@@ -281,20 +280,6 @@ def _beaten(study: Study, task: str, order: Sequence[str], contender: str) -> st
         members = [place for _, place in group]
         ranges.append(f"{members[0]}" if len(members) == 1 else f"{members[0]} to {members[-1]}")
     return ", ".join(ranges) or "none"
-
-
-def _rule_note(study: Study, task: str) -> str:
-    """Say which difference counts, from the deviation between seeds."""
-    deviation, freedom = study.deviation(task)
-    if math.isnan(deviation):
-        return "No contender has two seeds, so the rule decides nothing."
-    counts = sorted({len(study.values(task, contender)) for contender in study.ranking(task)})
-    digits = goal_of(task).digits
-    margins = [f"{margin(deviation, count, count):.{digits}f} with {plural(count, 'seed')} each" for count in counts]
-    return (
-        f"Deviation between seeds, pooled: {deviation:.{digits}f} ({plural(freedom, 'degree')} of freedom). "
-        f"A difference counts from {', '.join(margins)}."
-    )
 
 
 def _short_note(study: Study, task: str) -> list[str]:

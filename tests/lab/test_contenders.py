@@ -20,7 +20,7 @@ from nero_lab.protocol import Contender, Seconds, SettingError, Task, linear_dec
 from nero_lab.store import Store
 from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS, depth
-from nero_lab.tasks.today.contenders import CONTENDERS
+from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS
 
 NAMES = list(CONTENDERS)
 each_contender = pytest.mark.parametrize("name", NAMES)
@@ -320,3 +320,27 @@ def test_contender_captured_steps_match_eager_steps(name, precision, monkeypatch
     for key, values in plain.curve.items():
         if key.endswith("loss"):
             assert captured.curve[key] == pytest.approx(values, rel=0.01)
+
+
+def test_variant_balances_the_part_that_it_names():
+    model = Network()
+    optimiser = baselines.make("muon", model, 0.1, balanced="blocks")
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimiser.step()
+    assert nero.is_balanced(model.blocks)
+    assert not nero.is_balanced(model.head)
+    assert not nero.is_balanced(model.patches)
+
+
+@pytest.mark.parametrize("name", [name for name, variant in VARIANTS.items() if variant.optimiser == "nero"])
+def test_variant_of_nero_changes_the_run(name):
+    task = replace(TASK, contenders=CONTENDERS | VARIANTS)
+    data = make_data(examples=20)
+    curves = [finish(Supervised(task, task.settings(each, lr=0.02), data)).curve for each in ("nero-momentum", name)]
+    assert curves[0] != curves[1]
+
+
+def test_balanced_option_that_names_no_part_is_rejected():
+    with pytest.raises(ValueError, match="balanced must be"):
+        baselines.make("muon", Network(), 0.1, balanced=1.5)

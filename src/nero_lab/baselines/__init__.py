@@ -54,8 +54,9 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         lr: a float, or a tensor of one element on the model's device.
         options: options of the optimiser.
 
-            - Nero: ``fix_mean`` and ``fix_norm`` (both by default). ``fixed_scale``, the authors' form: the steps of a
-              neuron are relative to the mean norm of its tensor at construction. ``scale``, σ_b of gains and biases.
+            - Nero: ``fix_mean`` and ``fix_norm``, as of :class:`nero.Nero`. ``fixed_scale``, the authors' form: the
+              steps of a neuron are relative to the mean norm of its tensor at construction. ``scale``, σ_b of gains and
+              biases.
               ``gain_penalty``, which pulls gains to one. ``depth``, which divides the rate. ``beta`` and
               ``longest_step``, ``momentum`` and ``nesterov``, as of :class:`nero.Nero`.
             - SGD: ``momentum``, ``weight_decay`` (of all parameters) and ``clip``, the greatest norm of the gradient of
@@ -78,7 +79,7 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
     if unknown := sorted(set(options) - set(OPTIONS[name])):
         raise ValueError(f"{name} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS[name])}")
     for switch in ("fix_mean", "fix_norm", "fixed_scale"):
-        if not isinstance(options.get(switch, False), bool):
+        if not isinstance(options.get(switch, False), bool) and (switch, options[switch]) != ("fix_norm", "initial"):
             raise ValueError(f"{switch} must be True or False, got {options[switch]!r}")
     if name == "nero":
         return _nero(model, lr, **options)
@@ -151,7 +152,7 @@ def _nero(
     lr: float | Tensor,
     *,
     fix_mean: bool = True,
-    fix_norm: bool = True,
+    fix_norm: bool | Literal["initial"] = True,
     fixed_scale: bool = False,
     scale: float | None = None,
     gain_penalty: float = 0.0,
@@ -160,7 +161,7 @@ def _nero(
     longest_step: float = math.inf,
     **momentum: Any,
 ) -> nero.Nero:
-    groups = _at_fixed_scale(model, fix_mean, fix_norm) if fixed_scale else nero.param_groups(model)
+    groups = _at_fixed_scale(model, fix_mean, bool(fix_norm)) if fixed_scale else nero.param_groups(model)
     for group in groups:
         if scale is not None and group["role"] != "neuron":
             group["scale"] = scale

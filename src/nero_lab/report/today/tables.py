@@ -204,7 +204,7 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "runs": runs,
     **{task: partial(ranking, task=task) for task in ("gpt", "gpt-large", "vit")},
     **{f"{task}-ours": partial(ours, task=task) for task in RANKED},
-    **{f"{task}-rates": partial(rates, task=task) for task in ("gpt", "gpt-large", "vit")},
+    **{f"{task}-rates": partial(rates, task=task) for task in ("gpt", "gpt-large", "gpt-variants", "vit")},
     "widths": partial(transfer, kind="width"),
     "depths": partial(transfer, kind="depth"),
     "airbench": airbench,

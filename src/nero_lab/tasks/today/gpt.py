@@ -4,7 +4,8 @@ A step has 64 windows of 256 tokens. An "epoch" is an interval of 100 steps, aft
 is evaluated. The rate rises over the first 5 % of the steps and falls linearly to zero. A record holds the bits per
 byte on the whole validation text, which texts of any tokenizer can be compared by.
 
-``gpt`` has 10.6 million parameters without embedding and head, ``gpt-large`` 39.3 million. The series ask whether the
+``gpt`` has 10.6 million parameters without embedding and head, ``gpt-large`` 39.3 million. ``gpt-variants`` trains the
+small one by variants of Nero with momentum, and by Muon with a part of the network balanced. The series ask whether the
 best rate stays where it is: widths 256, 512 and 1024 at depth 4, and depths 4 (``gpt-w256``), 8 and 16 at width 256.
 """
 
@@ -18,7 +19,7 @@ from torch import nn
 from nero_lab.data import Books, Dataset
 from nero_lab.models.gpt import GPT
 from nero_lab.protocol import Seconds, Task, warm_up_then_linear
-from nero_lab.tasks.today.contenders import CONTENDERS
+from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS
 
 #: Intervals of 100 steps.
 INTERVALS, LARGE_INTERVALS, SERIES_INTERVALS = 10, 15, 5
@@ -58,7 +59,7 @@ def language_model(name: str, title: str, depth: int, width: int, intervals: int
         title=title,
         dataset="books",
         model=partial(GPT, depth=depth, width=width),
-        contenders={each: CONTENDERS[each] for each in contenders},
+        contenders={each: (CONTENDERS | VARIANTS)[each] for each in contenders},
         grid=(),
         epochs=intervals,
         batch=BATCH,
@@ -79,6 +80,7 @@ def _of_series(name: str, depth: int, width: int) -> Task:
 TASKS: tuple[Task, ...] = (
     language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, tuple(CONTENDERS)),
     language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, LARGE_INTERVALS, LARGE),
+    language_model("gpt-variants", "Which parts of our contenders matter?", 6, 384, INTERVALS, tuple(VARIANTS)),
     *(_of_series(f"gpt-w{width}", 4, width) for width in (256, 512, 1024)),
     *(_of_series(f"gpt-d{depth}", depth, 256) for depth in (8, 16)),
 )

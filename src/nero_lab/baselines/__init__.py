@@ -78,9 +78,8 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
         raise ValueError(f"unknown optimiser {name!r}: use one of {', '.join(OPTIONS)}")
     if unknown := sorted(set(options) - set(OPTIONS[name])):
         raise ValueError(f"{name} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS[name])}")
-    for switch in ("fix_mean", "fix_norm", "fixed_scale"):
-        if not isinstance(options.get(switch, False), bool) and (switch, options[switch]) != ("fix_norm", "initial"):
-            raise ValueError(f"{switch} must be True or False, got {options[switch]!r}")
+    if not isinstance(options.get("fixed_scale", False), bool):
+        raise ValueError(f"fixed_scale must be True or False, got {options['fixed_scale']!r}")
     if name == "nero":
         return _nero(model, lr, **options)
     balanced = options.pop("balanced", False)

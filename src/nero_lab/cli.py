@@ -77,7 +77,7 @@ Data = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 Out = Annotated[Path, typer.Option(help="Folder for records, checkpoints and TensorBoard files.")]
-Epochs = Annotated[int | None, typer.Option(help="Stop after this many epochs of the paper's schedule.")]
+Epochs = Annotated[int | None, typer.Option(help="Stop after this many epochs of the task's schedule.")]
 #: Both spellings of the option.
 OPTIMISER_NAMES = ("--optimiser", "--optimizer")
 Shard = Annotated[
@@ -141,7 +141,7 @@ def run(
     ] = "",
     lr: Annotated[
         str | None,
-        typer.Option(metavar="NUMBER|auto", help="Learning rate; auto: by depth, for Nero. Default: the paper's best."),
+        typer.Option(metavar="NUMBER|auto", help="Learning rate; auto: by depth, for Nero. Default: the task's."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, order, augmentation and dropout.")] = 0,
     epochs: Epochs = None,
@@ -170,7 +170,7 @@ def sweep(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds at the best rate.")] = 3,
     grid: Annotated[
-        bool, typer.Option("--grid/--no-grid", help="Search the learning rates, or take the paper's best.")
+        bool, typer.Option("--grid/--no-grid", help="Search the learning rates, or take the task's.")
     ] = True,
     epochs: Epochs = None,
     data: Data = None,

@@ -73,7 +73,9 @@ def test_nero_list_groups_tasks_by_study(command, monkeypatch):
 def test_report_task_without_published_numbers_is_skipped(command, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     lines = (Path(__file__).parents[2] / "results/mnist-reparameterised.jsonl").read_text().splitlines()
-    (tmp_path / "my-task.jsonl").write_text(json.dumps({**json.loads(lines[0]), "task": "my-task"}))
+    (tmp_path / "my-task.jsonl").write_text(
+        json.dumps({**json.loads(lines[0]), "task": "my-task", "curve": {"score": [1]}})
+    )
     code, printed = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
     assert code == 0
     assert "without published numbers: my-task (1)" in printed

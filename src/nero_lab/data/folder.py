@@ -65,7 +65,7 @@ class Folder:
         """
         if not self.is_intact(content, name):
             raise DataError(
-                f"{source} is damaged or incomplete: got {len(content):,} bytes without the checksum "
+                f"{source} is damaged or incomplete: its {len(content):,} bytes do not have the checksum "
                 f"{self._checksum(name)}. Delete it and run again, to download it anew"
             )
         return content

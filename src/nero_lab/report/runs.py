@@ -26,7 +26,7 @@ class Runs:
 
     Attributes:
         tasks: the published tasks that have a record, in the order of the pages.
-        unknown_tasks: the number of records of every other task.
+        unknown_tasks: the number of records of every other task, whose curves may be of any kind.
 
     Raises:
         StoreError: if a record is malformed or lacks its task's measure.
@@ -34,9 +34,14 @@ class Runs:
 
     def __init__(self, records: Iterable[Record]) -> None:
         known = all_published()
-        parsed = [parse_record(record) for record in records]
-        self.unknown_tasks = Counter(run.task for run in parsed if run.task not in known)
-        runs = [run for run in parsed if run.task in known]
+        self.unknown_tasks = Counter[str]()
+        runs = []
+        for record in records:
+            task = record.get("task")
+            if isinstance(task, str) and task not in known:
+                self.unknown_tasks[task] += 1
+            else:
+                runs.append(parse_record(record))
         for run in runs:
             _check_measure(run)
         self.tasks = [task for task in known if any(run.task == task for run in runs)]

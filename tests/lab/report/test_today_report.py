@@ -186,6 +186,23 @@ def test_ranking_of_single_seeds_decides_nothing():
     assert "(1 seed)" in TABLES["overview"](study)
 
 
+def test_ranking_shows_how_far_times_of_runs_differ():
+    study = Study([make_record(1.0, seconds=9.0), make_record(1.1, rate=0.02, seconds=20.4)])
+    assert rows_of(TABLES["gpt"](study))[0][7] == "9 to 20 (4)"
+
+
+@pytest.mark.parametrize(("seconds", "panels"), [(13.0, 2), (20.0, 1)])
+def test_curves_have_a_panel_of_steady_times_only(seconds: float, panels: int):
+    study = Study([make_record(1.0, seconds=9.0), make_record(1.1, rate=0.02, seconds=seconds)])
+    assert len(FIGURES["gpt-curves"].draw(study).axes) == panels
+
+
+def test_overview_marks_results_of_fewer_than_three_seeds():
+    study = Study([*seeds([1.0, 1.1], "muon"), *seeds([2.0, 2.0, 2.0], "nero")])
+    cells = {row[0].strip("*"): row[1] for row in rows_of(TABLES["overview"](study))}
+    assert (cells["Muon"], cells["Nero"]) == ("**1.0500 (2 seeds)**", "2.0000")
+
+
 def test_transfer_gives_best_rates_and_cost_of_keeping_one():
     small, large = search({0.01: 1.0, 0.02: 1.1}, task="gpt-w256"), search({0.01: 1.1, 0.02: 1.0}, task="gpt-w1024")
     (row,) = rows_of(TABLES["widths"](Study(small + large)))

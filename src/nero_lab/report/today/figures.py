@@ -86,9 +86,9 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
 
 
 def draw_curves(study: Study, task: str) -> Figure:
-    """Draw the curve of each contender at its best rate, by steps and by seconds; the mean over seeds."""
-    goal = goal_of(task)
-    figure, (by_step, by_second) = make_panels(11, 5.2, columns=(1, 1.36))
+    """Draw the mean curve over seeds of each contender at its best rate, by steps, and by seconds if times compare."""
+    goal, has_times = goal_of(task), study.has_steady_times(task)
+    figure, panels = make_panels(11 if has_times else 8, 5.2, columns=(1, 1.36) if has_times else (1,))
     contenders = study.ranking(task)
     means = {name: _mean_curve(study.best_runs(task, name)) for name in contenders}
     shown = {name: [v for v in curve[int(SHOWN_FROM * len(curve)) :] if v < math.inf] for name, curve in means.items()}
@@ -98,20 +98,21 @@ def draw_curves(study: Study, task: str) -> Figure:
     top = min(top, low + 4 * max(max(ends) - low, 0.05 * low)) if ends else top
     for contender, curve in means.items():
         seconds = statistics.fmean(run.seconds for run in study.best_runs(task, contender))
-        steps = [goal.interval * place for place in range(1, len(curve) + 1)]
+        steps = [float(goal.interval * place) for place in range(1, len(curve) + 1)]
         times = [seconds * place / len(curve) for place in range(1, len(curve) + 1)]
-        for axes, x in ((by_step, steps), (by_second, times)):
+        for axes, x in zip(panels, (steps, times), strict=False):  # the times may have no panel
             axes.plot(x, [v if v < math.inf else math.nan for v in curve], **_line(contender))
             axes.plot(x[-1], curve[-1], color=_style(contender).colour, marker=_style(contender).marker, markersize=6)
-    for axes in (by_step, by_second):
+    for axes in panels:
         axes.set_ylim(_padded(low, top))
         axes.set_xlim(0, None)
     quantity = "Test error in %" if goal.is_accuracy else CURVE_NAMES[goal.curve]
-    style_axes(by_step, goal.unit, f"{quantity}, by {goal.unit}")
-    together = {run.side_by_side for name in contenders for run in study.best_runs(task, name)}
-    beside = f" ({_span(together)} runs side by side)" if together != {1} else ""
-    style_axes(by_second, f"seconds of a run{beside}", f"{quantity}, by time")
-    _label_ends(by_second, {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))
+    style_axes(panels[0], goal.unit, f"{quantity}, by {goal.unit}")
+    if has_times:
+        together = {run.side_by_side for name in contenders for run in study.best_runs(task, name)}
+        beside = f" ({_span(together)} runs side by side)" if together != {1} else ""
+        style_axes(panels[1], f"seconds of a run{beside}", f"{quantity}, by time")
+    _label_ends(panels[-1], {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))
     return figure
 
 
@@ -226,16 +227,16 @@ def _drawing(title: str, draw: Callable[..., Figure], task: str) -> Drawing:
 #: The figures by the names of their files.
 FIGURES = {
     "gpt-rates": _drawing("GPT: bits per byte by learning rate, one panel a contender", draw_sensitivity, "gpt"),
-    "gpt-curves": _drawing("GPT: validation loss by steps and by seconds", draw_curves, "gpt"),
+    "gpt-curves": _drawing("GPT: validation loss during training", draw_curves, "gpt"),
     "gpt-state": _drawing("GPT: bits per byte by the optimiser's bytes a parameter", draw_state, "gpt"),
-    "gpt-large-curves": _drawing("Large GPT: validation loss by steps and by seconds", draw_curves, "gpt-large"),
+    "gpt-large-curves": _drawing("Large GPT: validation loss during training", draw_curves, "gpt-large"),
     "gpt-transfer": Drawing(
         "GPT: bits per byte by learning rate at each width and depth",
         lambda study: any(_has_series(study, kind) for kind in SERIES),
         draw_transfer,
     ),
     "vit-rates": _drawing("ViT: test error by learning rate, one panel a contender", draw_sensitivity, "vit"),
-    "vit-curves": _drawing("ViT: test error by epochs and by seconds", draw_curves, "vit"),
+    "vit-curves": _drawing("ViT: test error during training", draw_curves, "vit"),
     "airbench": Drawing(
         "airbench: accuracy of every run, by contender", lambda study: _has_runs(study, "airbench"), draw_airbench
     ),
@@ -331,7 +332,9 @@ def _title(axes: Axes, contender: str, note: str) -> None:
 def _note(found: dict[float, Run], best: float | None, width: Width | None) -> str:
     if best is None or found[best].value == math.inf:
         return "all diverged"
-    return f"best at {best:g}" + (f", width {'≥ ' * width.is_open}{width.factor:.1f}" if width else "")
+    rates = list(found)
+    mark = "" if len(rates) == 1 else {rates[0]: "≤ ", rates[-1]: "≥ "}.get(best, "")
+    return f"best at {mark}{best:g}" + (f", width {'≥ ' * width.is_open}{width.factor:.1f}" if width else "")
 
 
 def _tick_rates(axes: Axes, rates: Sequence[float]) -> None:

@@ -14,6 +14,8 @@ from nero_lab.tasks import TASKS
 
 #: Contenders of this library; all others are other people's.
 OURS = ("nero", "nero-momentum", "nero-auto", "nero-momentum-auto", "muon-balanced", "adamw-balanced")
+#: The longest time of a contender's runs, relative to the shortest, at which times are drawn.
+MAX_TIME_RATIO = 1.5
 #: The tasks of each series, by size. The smallest network has a place in both.
 SERIES = {
     "width": {256: "gpt-w256", 512: "gpt-w512", 1024: "gpt-w1024"},
@@ -135,6 +137,15 @@ class Study:
         """Return all runs of a task that count."""
         rates = [seeds for found in self._runs.get(task, {}).values() for seeds in found.values()]
         return [run for seeds in rates for run in seeds.values()]
+
+    def all_runs(self, task: str, contender: str) -> list[Run]:
+        """Return the runs of a contender at all rates."""
+        return [run for run in self.runs(task) if run.contender == contender]
+
+    def has_steady_times(self, task: str) -> bool:
+        """Tell whether runs of the same contender take about as long, so that times can be compared."""
+        times = [[run.seconds for run in self.all_runs(task, name)] for name in self.ranking(task)]
+        return all(max(seconds) <= MAX_TIME_RATIO * min(seconds) for seconds in times)
 
     def contenders(self, task: str) -> list[str]:
         """Return the contenders of a task, with runs or without, in the order of the tables."""

@@ -15,6 +15,8 @@ from nero_lab.report.today.study import OURS, SERIES, Run, Study, goal_of
 
 #: The tasks that rank contenders, each with its name on the overview.
 RANKED = {"gpt": "GPT", "gpt-large": "GPT, large", "vit": "ViT", "airbench": "airbench"}
+#: Seeds at the best rate; the overview marks contenders with fewer.
+SEEDS = 3
 
 
 def overview(study: Study) -> str:
@@ -76,13 +78,13 @@ def ranking(study: Study, task: str) -> str:
                 _rate(study, task, contender),
                 "-" if width is None else ("≥ " if width.is_open else "") + f"{width.factor:.1f}",
                 _state(best),
-                _seconds(best),
+                _range_of_seconds(study.all_runs(task, contender)),
                 _beaten(study, task, order, contender),
             ]
         )
     rows += [["-", _name(name), NOT_RUN, *["-"] * 6] for name in study.contenders(task) if name not in order]
     head = ["", "contender", goal.name, "seeds", "best rate", f"width at {goal.tolerance}", "state, bytes a parameter"]
-    table = render_table([*head, "seconds (side by side)", "better than"], rows, left=2)
+    table = render_table([*head, "seconds of all runs (side by side)", "better than"], rows, left=2)
     return "\n\n".join([table, *_short_note(study, task)])
 
 
@@ -250,7 +252,7 @@ def _overview_cell(study: Study, task: str, contender: str) -> str:
     if not values:
         return NOT_RUN
     text = _mean(study, task, contender).partition(" ±")[0]
-    text += " (1 seed)" if len(values) == 1 and math.isfinite(values[0]) else ""
+    text += f" ({plural(len(values), 'seed')})" if len(values) < SEEDS and all(map(math.isfinite, values)) else ""
     return f"**{text}**" if contender == study.ranking(task)[0] else text
 
 
@@ -263,6 +265,12 @@ def _state(found: Sequence[Run]) -> str:
 def _seconds(found: Sequence[Run]) -> str:
     together = _span([run.side_by_side for run in found])
     return f"{statistics.fmean(run.seconds for run in found):.1f} ({together})"
+
+
+def _range_of_seconds(found: Sequence[Run]) -> str:
+    """Format the shortest and the longest time, which differ widely if other processes shared the device."""
+    together = _span([run.side_by_side for run in found])
+    return f"{_span([round(run.seconds) for run in found])} ({together})"
 
 
 def _span(counts: Sequence[int]) -> str:

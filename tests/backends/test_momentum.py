@@ -315,6 +315,32 @@ def test_buffer_of_another_shape_raises():
         nero.Nero(layer, momentum=0.9).load_state_dict(saved)
 
 
+def test_checkpoint_with_none_as_buffer_starts_it_at_zero():
+    """As the state is of someone who sets the buffer to None to start anew."""
+    layer = nn.Linear(6, 4)
+    optimiser = stepped(layer, [torch.randn(4, 6)], momentum=0.9)
+    optimiser.state[layer.weight]["momentum_buffer"] = None
+    with pytest.warns(UserWarning, match="momentum .* zero"):
+        optimiser.load_state_dict(optimiser.state_dict())
+    assert not optimiser.state[layer.weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16], ids=str)
+def test_buffer_cast_to_a_smaller_range_stays_finite(before: torch.dtype):
+    """An infinite buffer would make its neuron sit out all steps that follow."""
+    layer = nn.Linear(6, 4).to(before)
+    optimiser = stepped(layer, [1e7 * torch.randn(4, 6).to(before)], momentum=0.9)
+    saved = copy.deepcopy(optimiser.state_dict())
+    layer.half()
+    for resumed in (optimiser, nero.Nero(layer, momentum=0.9)):
+        if resumed is not optimiser:
+            resumed.load_state_dict(saved)
+        layer.weight.grad = torch.randn(4, 6).half()
+        resumed.step()
+        assert resumed.state[layer.weight]["momentum_buffer"].isfinite().all()
+        assert not resumed.skipped
+
+
 def test_parameter_cast_later_casts_its_buffer():
     layer = nn.Linear(6, 4)
     optimiser = nero.Nero(layer, momentum=0.9)

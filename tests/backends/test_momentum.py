@@ -156,6 +156,18 @@ def test_deleted_buffer_starts_at_zero(backend: str):
     torch.testing.assert_close(buffers(optimiser)[0], 0.5 * grad)
 
 
+def test_buffer_of_parameter_that_grows_starts_at_zero(backend: str):
+    """The neurons are columns, so that the strides of the buffer and the number of neurons stay the same."""
+    weight = nn.Parameter(torch.randn(4, 3))
+    optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}], momentum=0.9, backend=backend)
+    for rows in (4, 8):
+        weight.grad, weight.data = None, torch.randn(rows, 3)
+        weight.grad = torch.randn(rows, 3)
+        optimiser.step()
+        buffer = optimiser.state[weight]["momentum_buffer"]
+        assert torch.allclose(buffer, 0.1 * weight.grad)
+
+
 def test_buffer_of_unfrozen_and_added_parameters_starts_at_zero():
     model = network()
     model[0].requires_grad_(False)

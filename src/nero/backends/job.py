@@ -201,7 +201,8 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     buffer = None
     if options["momentum"]:
         buffer = state.get("momentum_buffer")
-        if buffer is None:  # users delete it to start anew
+        # users delete it to start anew; compiled code would read beyond that of a parameter that has grown
+        if buffer is None or buffer.shape != member.parameter.shape:
             buffer = state["momentum_buffer"] = torch.zeros_like(member.parameter)
         elif buffer.dtype != parameter.dtype:
             buffer = state["momentum_buffer"] = cast(buffer, parameter.dtype)

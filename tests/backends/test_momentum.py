@@ -232,6 +232,21 @@ def test_zero_gradient_goes_on_along_the_buffer(backend: str):
     assert torch.equal(buffers(optimiser)[0], kept)
 
 
+def test_rest_of_a_buffer_that_no_longer_decays_moves_nothing(backend: str):
+    """Some thousand steps without a gradient leave the buffer, and the average after it, at a few subnormal numbers."""
+    shapes = {"neuron": (3, 8), "gain": (5,)}
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in (*shapes.values(), (8, 3))]
+    groups = [{"params": [each], "role": role} for each, role in zip(parameters, shapes, strict=False)]
+    optimiser = nero.Nero([*groups, {"params": parameters[-1:], "fan_in_axes": (0,)}], momentum=0.95, backend=backend)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        optimiser.state[parameter]["momentum_buffer"].fill_(1e-44)
+        optimiser.state[parameter]["grad_norm"].fill_(1e-44)
+    optimiser.step()
+    assert all(map(torch.equal, parameters, before))
+
+
 def test_zero_rate_advances_the_buffer_alone(backend: str):
     layer, grad = nn.Linear(6, 4), torch.randn(4, 6)
     optimiser = nero.Nero(layer, lr=0.0, momentum=0.5, backend=backend)

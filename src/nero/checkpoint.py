@@ -10,6 +10,7 @@ from torch import Tensor
 from nero.groups import Part, name_of, own_rate, role_in
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
+from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of
 from nero.state import match_momentum
@@ -130,6 +131,8 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
     dtypes = {"step": torch.float32, "skipped": torch.int64}
     state: dict[str, Any] = {}
     for key, value in entry.items():
+        if key == "momentum_buffer" and value is None:  # users set it to None to start anew
+            continue
         if key not in wanted:
             state[key] = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
             continue
@@ -143,7 +146,8 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
                 "it is of another model"
             )
         if key == "momentum_buffer":
-            buffer = torch.empty_like(local_of(parameter)).copy_(sharding.load_parameter(tensor))
+            buffer = torch.empty_like(local_of(parameter))
+            buffer.copy_(cast(sharding.load_parameter(tensor), buffer.dtype))
             state[key] = sharding.as_parameter(buffer)
             continue
         dtype = dtypes.get(key, statistics_dtype(parameter.dtype))

@@ -33,6 +33,14 @@ def rounded(value: Tensor, dtype: torch.dtype, rounding: Rounding, generator: to
     return torch.where(value.isfinite(), drawn, value).to(dtype)
 
 
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to a dtype; a value beyond its largest becomes that, not infinite. Itself if it has the dtype."""
+    if value.dtype == dtype:
+        return value
+    largest = torch.finfo(dtype).max
+    return value.to(torch.promote_types(value.dtype, dtype)).clamp(-largest, largest).to(dtype)
+
+
 def _random(like: Tensor, below: int, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         return torch.randint_like(like, below)

@@ -108,7 +108,7 @@ def turn(
     """
     w, g = w.to(grad_norm.dtype), g.to(grad_norm.dtype)
     u, moved = direction(g, momentum)
-    average = running_average(grad_norm, norm(u, axes), step, beta, longest)
+    average = running_average(grad_norm, norm(u, axes), step, beta, longest, least_length(momentum, u.dtype))
 
     # w <- w - η |w| / ḡ · u
     if scale is None:
@@ -159,7 +159,7 @@ def nudge(
     if not isinstance(pull, float) or pull:
         g = g + pull * (b - 1)
     u, moved = direction(g, momentum)
-    average = running_average(grad_norm, u.abs(), step, beta, longest)
+    average = running_average(grad_norm, u.abs(), step, beta, longest, least_length(momentum, u.dtype))
 
     # b <- b - η σ_b / ḡ · u
     nudged = b - lr * scale * torch.where(average.moving, u / average.divisor, 0.0)
@@ -255,18 +255,29 @@ def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
     return unit * (tensor / unit).square().sum(axes, keepdim=True).sqrt()
 
 
-def running_average(grad_norm: Tensor, length: Tensor, step: Number, beta: float, longest: float = math.inf) -> Average:
+def least_length(momentum: object, dtype: torch.dtype) -> float:
+    """Return the |u| that does not move a neuron yet: zero, or with momentum the least normal number.
+
+    Rounding keeps an m of a few times the least subnormal number from decaying further, and ḡ follows it. So without
+    a bound, a neuron that no longer has a gradient would stop, and some thousand steps later turn along that rest.
+    """
+    return 0.0 if momentum is None else torch.finfo(dtype).tiny
+
+
+def running_average(
+    grad_norm: Tensor, length: Tensor, step: Number, beta: float, longest: float = math.inf, least: float = 0.0
+) -> Average:
     """Update ḡ² <- β ḡ² + (1 - β) |g|², without overflow or underflow before |g| itself.
 
     The divisor is ḡ / sqrt(1 - β^t), but at least |g| / ``longest``, which bounds the step. A length that
-    is not finite leaves ḡ unchanged and is skipped. A length of zero moves nothing.
+    is not finite leaves ḡ unchanged and is skipped. A length of at most ``least`` moves nothing.
     """
     finite = length.isfinite()
     # hypot(√β ḡ, √(1-β) |g|): the squares would leave float32's range, their root does not
     updated = torch.hypot(math.sqrt(beta) * grad_norm, math.sqrt(1 - beta) * length)
     grad_norm = torch.where(finite, updated, grad_norm)
     divisor = grad_norm / bias_correction(step, beta, grad_norm.dtype)
-    moving = finite & (length > 0) & (divisor > 0)
+    moving = finite & (length > least) & (divisor > 0)
     if longest < math.inf:
         divisor = torch.maximum(divisor, length / longest)
     return Average(grad_norm, divisor, moving, ~finite)

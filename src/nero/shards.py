@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from nero.roles import Role
+from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import MeshSharding, is_sharded, local_of, waited
 
@@ -46,7 +47,7 @@ class Shard:
         for key in _STATISTICS & state.keys():
             state[key] = state[key].to(dtype)  # itself, unless the parameter was cast since its last step
         if "momentum_buffer" in state:
-            state["momentum_buffer"] = state["momentum_buffer"].to(parameter.dtype)
+            state["momentum_buffer"] = cast(state["momentum_buffer"], parameter.dtype)
         self.state = {key: local_of(value) if isinstance(value, Tensor) else value for key, value in state.items()}
         if "momentum_buffer" in state and not self.sharding.is_cut:
             self.state["momentum_buffer"] = self.sharding.view(self.state["momentum_buffer"])

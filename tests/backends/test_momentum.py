@@ -156,6 +156,18 @@ def test_deleted_buffer_starts_at_zero(backend: str):
     torch.testing.assert_close(buffers(optimiser)[0], 0.5 * grad)
 
 
+def test_buffer_of_parameter_that_grows_starts_at_zero(backend: str):
+    """The neurons are columns, so that the strides of the buffer and the number of neurons stay the same."""
+    weight = nn.Parameter(torch.randn(4, 3))
+    optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}], momentum=0.9, backend=backend)
+    for rows in (4, 8):
+        weight.grad, weight.data = None, torch.randn(rows, 3)
+        weight.grad = torch.randn(rows, 3)
+        optimiser.step()
+        buffer = optimiser.state[weight]["momentum_buffer"]
+        assert torch.allclose(buffer, 0.1 * weight.grad)
+
+
 def test_buffer_of_unfrozen_and_added_parameters_starts_at_zero():
     model = network()
     model[0].requires_grad_(False)
@@ -218,6 +230,21 @@ def test_zero_gradient_goes_on_along_the_buffer(backend: str):
     optimiser.step()
     assert torch.equal(layer.weight, before)
     assert torch.equal(buffers(optimiser)[0], kept)
+
+
+def test_rest_of_a_buffer_that_no_longer_decays_moves_nothing(backend: str):
+    """Some thousand steps without a gradient leave the buffer, and the average after it, at a few subnormal numbers."""
+    shapes = {"neuron": (3, 8), "gain": (5,)}
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in (*shapes.values(), (8, 3))]
+    groups = [{"params": [each], "role": role} for each, role in zip(parameters, shapes, strict=False)]
+    optimiser = nero.Nero([*groups, {"params": parameters[-1:], "fan_in_axes": (0,)}], momentum=0.95, backend=backend)
+    before = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        optimiser.state[parameter]["momentum_buffer"].fill_(1e-44)
+        optimiser.state[parameter]["grad_norm"].fill_(1e-44)
+    optimiser.step()
+    assert all(map(torch.equal, parameters, before))
 
 
 def test_zero_rate_advances_the_buffer_alone(backend: str):
@@ -313,6 +340,32 @@ def test_buffer_of_another_shape_raises():
     saved["state"][0]["momentum_buffer"] = torch.zeros(4, 5)
     with pytest.raises(ValueError, match="momentum_buffer of weight"):
         nero.Nero(layer, momentum=0.9).load_state_dict(saved)
+
+
+def test_checkpoint_with_none_as_buffer_starts_it_at_zero():
+    """As the state is of someone who sets the buffer to None to start anew."""
+    layer = nn.Linear(6, 4)
+    optimiser = stepped(layer, [torch.randn(4, 6)], momentum=0.9)
+    optimiser.state[layer.weight]["momentum_buffer"] = None
+    with pytest.warns(UserWarning, match="momentum .* zero"):
+        optimiser.load_state_dict(optimiser.state_dict())
+    assert not optimiser.state[layer.weight]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16], ids=str)
+def test_buffer_cast_to_a_smaller_range_stays_finite(before: torch.dtype):
+    """An infinite buffer would make its neuron sit out all steps that follow."""
+    layer = nn.Linear(6, 4).to(before)
+    optimiser = stepped(layer, [1e7 * torch.randn(4, 6).to(before)], momentum=0.9)
+    saved = copy.deepcopy(optimiser.state_dict())
+    layer.half()
+    for resumed in (optimiser, nero.Nero(layer, momentum=0.9)):
+        if resumed is not optimiser:
+            resumed.load_state_dict(saved)
+        layer.weight.grad = torch.randn(4, 6).half()
+        resumed.step()
+        assert resumed.state[layer.weight]["momentum_buffer"].isfinite().all()
+        assert not resumed.skipped
 
 
 def test_parameter_cast_later_casts_its_buffer():

@@ -117,7 +117,7 @@ def test_sweep_follows_a_buffer_that_moves(change):
         assert not rest_of(optimiser)
         found.append((weight.detach(), optimiser.state[weight]["momentum_buffer"]))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-6)
 
 
 def test_noise_of_buffer_is_independent_of_the_weights():

@@ -1,5 +1,6 @@
 """The optimisers of the study of today: their grids, rates, groups, state and runs that resume."""
 
+import copy
 import sys
 from dataclasses import replace
 from functools import partial
@@ -214,6 +215,20 @@ def test_together_runs_hooks_once_and_shares_state():
     assert all(part.state is optimiser.state for part in optimiser.parts)
     with pytest.raises(ValueError, match="more than one"):
         Together([torch.optim.SGD([model.head.bias], lr=1.0), torch.optim.Adam([model.head.bias])])
+
+
+def test_copy_of_together_steps_its_own_parameters():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    parts = [torch.optim.SGD(model[0].parameters(), momentum=0.9), torch.optim.Adam(model[1].parameters())]
+    twin, twin_optimiser = copy.deepcopy((model, optimiser := Together(parts)))
+    for network, its in ((model, optimiser), (twin, twin_optimiser)):
+        network(torch.ones(2, 4)).sum().backward()
+        its.step()
+        assert set(its.state) == set(network.parameters())
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="one of the parts"):
+        optimiser.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 def test_soap_by_replayed_graphs_takes_their_gradients(monkeypatch):

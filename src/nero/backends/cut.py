@@ -117,7 +117,8 @@ def _turn(works: Sequence[Work], sums: Tensor) -> None:
     grad_norm = torch.cat([state["grad_norm"].flatten() for state in states])
     w_sum, g_sum, ww, gg, wg = sums
     length = gg.sqrt().to(grad_norm.dtype)
-    average = rule.running_average(grad_norm, length, steps, settings.beta, settings.longest)
+    least = rule.least_length(works[0].job.buffer, length.dtype)
+    average = rule.running_average(grad_norm, length, steps, settings.beta, settings.longest, least)
     radius: rule.Number = 1.0
     if "radius" in states[0]:
         radius = torch.cat([state["radius"].flatten() for state in states]).double()

@@ -11,6 +11,7 @@ from torch import Tensor
 from nero import rule
 from nero.options import FixNorm, Rounding
 from nero.roles import Role
+from nero.rounding import cast
 from nero.rule import Number, statistics_dtype
 from nero.scalars import as_float
 
@@ -200,10 +201,11 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     buffer = None
     if options["momentum"]:
         buffer = state.get("momentum_buffer")
-        if buffer is None:  # users delete it to start anew
+        # users delete it to start anew; compiled code would read beyond that of a parameter that has grown
+        if buffer is None or buffer.shape != member.parameter.shape:
             buffer = state["momentum_buffer"] = torch.zeros_like(member.parameter)
         elif buffer.dtype != parameter.dtype:
-            buffer = state["momentum_buffer"] = buffer.to(parameter.dtype)
+            buffer = state["momentum_buffer"] = cast(buffer, parameter.dtype)
         buffer = role.view(buffer) if member.cut is None else buffer
         grad = grad.to_dense() if grad.is_sparse else grad  # momentum moves all rows
     return Job(parameter, grad, state, role.axes, pull if role.kind == "gain" else 0.0, buffer)

@@ -53,10 +53,18 @@ class Together(torch.optim.Optimizer):
             part.step()
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave."""
-        super().load_state_dict(state_dict)
-        self._share()  # loading replaces the groups and the state
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the groups of the parts; raise for any other, which no part would step."""
+        if len(self.param_groups) == sum(len(part.param_groups) for part in self.parts):
+            raise ValueError("a group belongs to one of the parts: add it to that before they are put together")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "parts": self.parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()  # a copy, or a loaded state, has other groups
 
     def _share(self) -> None:
         start = 0

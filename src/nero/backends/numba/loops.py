@@ -120,7 +120,7 @@ def _nudge(task, first, last, correction, settings, like):
     buffers = _array(task.buffer if task.buffer != 0 else task.grad, first, last - first, like)
     kept, kept_by_step = settings.momentum, settings.kept_by_step
     reach = settings.lr * (_array(task.size, 0, 1, like)[0] if task.size else settings.scale)
-    least, skipped = settings.least, 0
+    least, skipped, shortest = settings.least, 0, settings.tiny if task.buffer != 0 else 0.0
     for i in range(gains.size):
         b = np.float64(gains[i])
         g = grads[i] + task.pull * (b - 1) if task.pull != 0 else np.float64(grads[i])
@@ -134,7 +134,7 @@ def _nudge(task, first, last, correction, settings, like):
             continue
         averages[i] = _root(averages[i], g, settings)
         corrected = averages[i] / correction
-        if g != 0 and corrected > 0 and reach != 0:
+        if abs(g) > shortest and corrected > 0 and reach != 0:
             nudged = b - reach * (g / max(corrected, abs(g) * least))
             if abs(nudged) <= settings.largest:
                 gains[i] = nudged
@@ -332,7 +332,7 @@ def _turn_in_float64(task, neuron, correction, settings, like):
         _advance(task, start + segment * task.segment_stride, task.run, settings, like)
     average[0] = _root(average[0], rounded(length), settings)
     corrected = average[0] / correction
-    if not (length > 0 and corrected > 0 and settings.lr != 0):
+    if not (length > (settings.tiny if task.buffer != 0 else 0.0) and corrected > 0 and settings.lr != 0):
         return 0
     divisor = max(corrected, length * settings.least)
 

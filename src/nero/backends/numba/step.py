@@ -148,5 +148,5 @@ def _settings_array(settings: Settings, dtype: torch.dtype) -> Any:
     log_beta = math.log(settings.beta) if settings.beta else -math.inf
     options = float(settings.angle), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
     kept = settings.momentum, settings.kept_by_step
-    limits = info.eps, RANGE_MARGIN * info.tiny, info.max
+    limits = info.eps, info.tiny, RANGE_MARGIN * info.tiny, info.max
     return np.array([(*options, *kept, *limits, settings.fix_mean, bool(settings.fix_norm))], SETTINGS)

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 SETTINGS = np.dtype(
     [
         *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "momentum", "kept_by_step")),
-        *((name, np.float64) for name in ("eps", "low", "largest")),
+        *((name, np.float64) for name in ("eps", "tiny", "low", "largest")),
         *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
     ]
 )

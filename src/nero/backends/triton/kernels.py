@@ -48,6 +48,8 @@ SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
 FIELDS = tl.constexpr(25)
 
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
+#: The least normal float32: see nero.rule.least_length.
+TINY = tl.constexpr(2.0**-126)
 #: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
 NO_DIRECTION = tl.constexpr((16 * 2.0**-23) ** 2)
 #: The rounding error of a square in float64.
@@ -162,7 +164,7 @@ def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr, MOMENTUM:
 @triton.jit
 def solve(
     w, g, ww, gg, wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN: tl.constexpr,
-    FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
+    FIX_NORM: tl.constexpr, SCALED: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     """Apply the rule to a neuron's five sums, in their dtype.
 
@@ -181,6 +183,8 @@ def solve(
         tl.float32
     )
     moving = finite & (gg > 0) & (average > 0)
+    if MOMENTUM and dtype == tl.float64:  # in float32 so short a u is not ordinary
+        moving &= gg > TINY * TINY
     size = 1.0 if SCALED else tl.where(ww > 0, tl.sqrt(ww), ORIGIN_SCALE)
     if FIX_NORM >= 2 and not SCALED:
         size = tl.where(radius < 0, -radius, size)
@@ -257,7 +261,7 @@ def _turn_tile(
     square = tl.sum(g * g, 1)
     average, f, mean, stretch, moving, _, ordinary = solve(
         tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), old_average, fan_in, beta,
-        one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED,
+        one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
     # write all neurons, moved or not: a mask by neuron would split vectorised stores
@@ -304,7 +308,7 @@ def _turn_tile(
             sum_wg += tl.sum(ws * gs, 1)
         average_, f_, mean_, stretch_, moving_, finite, _ = solve(
             sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius,
-            FIX_MEAN, FIX_NORM, SCALED,
+            FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
         )  # fmt: skip
         for slice in range(WIDTH // SLICE):
             ks = slice * SLICE + tl.arange(0, SLICE)
@@ -354,6 +358,8 @@ def _nudge_tile(
         tl.float32
     )
     moving = inside & finite & (average > 0)
+    if MOMENTUM:
+        moving &= tl.abs(g) > TINY
     divisor = tl.maximum(average.to(tl.float64), least * tl.abs(g))
     change = rate * g / tl.where(moving, divisor, 1.0)
     out = b - change

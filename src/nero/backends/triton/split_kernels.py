@@ -123,7 +123,7 @@ def turn(
     average, f, mean, stretch, moving, finite, _ = solve(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, load_float(record, BETA),
         load_float(record, ONE_MINUS_BETA),
-        tl.load(sizes), tl.load(sizes + 1), radius, FIX_MEAN, FIX_NORM, SCALED,
+        tl.load(sizes), tl.load(sizes + 1), radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     axis: tl.constexpr = 0 if STRIDED else 1
     weight = load_pointer(record, WEIGHT, W) + at

@@ -1,6 +1,7 @@
 # All commands but test-versions need Python 3.11 or newer, pip and make, and set up .venv by themselves:
 #   make demo     train a 50-layer perceptron with Nero, SGD, Adam and LAMB, and draw the curves
 #   make test     run the checks of format, lint, types and imports, then all tests
+#   make coverage  run all tests and require 95 % branch coverage
 #   make test-versions  run the core's tests on the oldest and the newest torch, each in its own environment
 #   make test-models  test the roles of models of timm, torchvision and diffusers, in .venv-models
 #   make format   fix format and lint where a machine can
@@ -19,7 +20,7 @@ TORCH_oldest ?= 2.8.0
 PYTHON_newest ?= $(PYTHON)
 TORCH_newest ?= 2.15.0
 
-.PHONY: demo test test-models test-versions test-oldest test-newest format bench docs paper figures clean
+.PHONY: demo test coverage test-models test-versions test-oldest test-newest format bench docs paper figures clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -29,6 +30,9 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest --numprocesses 2
+
+coverage: $(READY)
 	$(BIN)/pytest --numprocesses 2 --cov --cov-report=term-missing
 
 test-versions:

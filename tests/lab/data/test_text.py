@@ -90,7 +90,7 @@ def test_wikitext2_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.Mon
         load("wikitext2", tmp_path)
     (folder / "elsewhere.txt").rename(folder / "train.txt")
     (folder / "valid.txt").write_bytes(b"another")
-    with pytest.raises(DataError, match=r"valid\.txt is damaged or incomplete: got 7 bytes"):
+    with pytest.raises(DataError, match=r"valid\.txt is damaged or incomplete: its 7 bytes"):
         load("wikitext2", tmp_path)
 
 

@@ -153,8 +153,8 @@ PACKED = gzip.compress(CONTENTS[RAW[0]])
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "train.de is damaged or incomplete: got 0 bytes.*Delete it and run again"),
-        (text("Ein Hund."), "train.de is damaged or incomplete: got 10 bytes.*Delete it and run again"),
+        (b"", "train.de is damaged or incomplete: its 0 bytes.*Delete it and run again"),
+        (text("Ein Hund."), "train.de is damaged or incomplete: its 10 bytes.*Delete it and run again"),
         (
             text("Ein großer Hund.").decode().encode("latin-1"),
             r"train.de is not UTF-8: byte 7 is 0xdf\. Save it as UTF-8",
@@ -197,7 +197,7 @@ def test_raw_files_of_unequal_lengths_are_named(tmp_path: Path, monkeypatch: pyt
 def test_raw_files_are_all_verified_before_the_first_write(tmp_path: Path):
     put_raw(tmp_path / RAW_PLACE)
     (tmp_path / RAW_PLACE / RAW[5]).write_bytes(b"")
-    assert_refused(tmp_path, "test_2016_flickr.en is damaged or incomplete: got 0 bytes")
+    assert_refused(tmp_path, "test_2016_flickr.en is damaged or incomplete: its 0 bytes")
 
 
 def test_sacremoses_missing_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -83,8 +83,6 @@ def gpu_steps() -> str:
 
 def momentum() -> str:
     """Make the table of steps with momentum on a GPU."""
-    if not (ROOT / "benchmarks/results/momentum-cuda.json").exists():
-        return "Not measured yet."
     names = ("Nero", "Nero with momentum", SGD, "SGD with momentum (fused)", "AdamW (fused)")
     by_shapes = _by_shapes("momentum-cuda", "momentum")
     lines = [

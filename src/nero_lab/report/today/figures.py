@@ -10,7 +10,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style, make_panels
 from nero_lab.report.labels import LABEL_GAP, spread_labels
@@ -64,6 +64,7 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
         if width is not None and best is not None:
             axes.axhspan(low, goal.limit(searches[contender][best].value), color="#f1f1f1", linewidth=0, zorder=0)
         axes.set(xscale="log", xlim=(min(rates) / 1.6, max(rates) * 1.6), ylim=(low, top))
+        axes.xaxis.set_minor_formatter(NullFormatter())  # within a decade their labels would overlap
         axes.yaxis.set_major_locator(MaxNLocator(5))
         is_first, is_last = place % columns == 0, place + columns >= len(contenders)
         style_axes(axes, "learning rate" if is_last else "", "")
@@ -162,6 +163,7 @@ def draw_transfer(study: Study) -> Figure:
                     options: dict[str, Any] = {"markersize": 13, "markeredgecolor": "black", "zorder": 5}
                     axes.plot(best, found[best].value, "*", color=_shade(place), **options)
             axes.set(xscale="log", ylim=(low, top))
+            axes.xaxis.set_minor_formatter(NullFormatter())  # within a decade their labels would overlap
             _tick_rates(axes, [rate for found in searches[contender] for rate in found])
             style_axes(axes, "learning rate" if is_last else "", "")
             if not row:

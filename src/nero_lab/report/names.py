@@ -24,6 +24,7 @@ CONTENDERS = {
     "nero-tuned": "Nero (tuned)",
     "nero-free-gains": "Nero (tuned, gains free)",
     "nero-momentum": "Nero (momentum)",
+    "nero-momentum-free": "Nero (momentum, free)",
     "nero-auto": 'Nero ("auto")',
     "nero-momentum-auto": 'Nero (momentum, "auto")',
     "muon-balanced": "Muon (balanced)",

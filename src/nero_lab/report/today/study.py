@@ -13,7 +13,15 @@ from nero_lab.store import StoreError, read_records
 from nero_lab.tasks import TASKS
 
 #: Contenders of this library; all others are other people's.
-OURS = ("nero", "nero-momentum", "nero-auto", "nero-momentum-auto", "muon-balanced", "adamw-balanced")
+OURS = (
+    "nero",
+    "nero-momentum",
+    "nero-momentum-free",
+    "nero-auto",
+    "nero-momentum-auto",
+    "muon-balanced",
+    "adamw-balanced",
+)
 #: The longest time of a contender's runs, relative to the shortest, at which times are drawn.
 MAX_TIME_RATIO = 1.5
 #: The tasks of each series, by size. The smallest network has a place in both.

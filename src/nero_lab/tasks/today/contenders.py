@@ -23,6 +23,9 @@ MOMENTUM = {"momentum": 0.95, "nesterov": True, "beta": 0.95}
 #: ``lr="auto"`` as :mod:`nero_lab.tasks.depth` runs it: the rate is the trust, which the depth divides.
 AUTO = {"depth": "auto", "longest_step": 3.0}
 
+#: Steps as long as before, relative to the neuron, but no constraint; gains take steps of a tenth of the angle.
+FREE = {"momentum": 0.9, "nesterov": True, "beta": 0.95, "fix_mean": False, "fix_norm": False, "scale": 0.1}
+
 #: Rates of a variant of a contender: around the contender's best.
 VARIANT_RATES = {"nero": (0.01, 0.02, 0.04), "muon": (0.04, 0.08)}
 
@@ -38,6 +41,7 @@ CONTENDERS: dict[str, Contender] = {
     "adamw-balanced": contender("adamw", 0.003, weight_decay=0.0, balanced=True),
     "nero": contender("nero", 0.02),
     "nero-momentum": contender("nero", 0.01, **MOMENTUM),
+    "nero-momentum-free": contender("nero", 0.03, **FREE),
     "nero-auto": contender("nero", 0.1, **AUTO),
     "nero-momentum-auto": contender("nero", 0.1, **MOMENTUM, **AUTO),
 }

@@ -25,8 +25,8 @@ from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS
 INTERVALS, LARGE_INTERVALS, SERIES_INTERVALS = 10, 15, 5
 WARM_UP_SHARE = 0.05
 BATCH = 64
-LARGE = ("adamw", "muon", "muon-balanced", "nero", "nero-momentum", "nero-momentum-auto")
-SERIES = ("adamw", "muon", "nero", "nero-momentum", "nero-auto", "nero-momentum-auto")
+LARGE = ("adamw", "muon", "muon-balanced", "nero", "nero-momentum", "nero-momentum-free", "nero-momentum-auto")
+SERIES = ("adamw", "muon", "nero", "nero-momentum", "nero-momentum-free", "nero-auto", "nero-momentum-auto")
 
 
 @torch.no_grad()

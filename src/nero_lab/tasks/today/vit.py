@@ -11,7 +11,7 @@ from nero_lab.protocol import Seconds, Task, warm_up_then_cosine
 from nero_lab.tasks.today.contenders import CONTENDERS
 
 EPOCHS = 20
-NAMES = ("nero", "nero-momentum", "nero-auto", "nero-momentum-auto", "adamw", "muon")
+NAMES = ("nero", "nero-momentum", "nero-momentum-free", "nero-auto", "nero-momentum-auto", "adamw", "muon")
 
 
 task = Task(

@@ -29,8 +29,9 @@ def make_books(examples=8):
     return Books("books", tokens, tokens[:600], 1 + torch.arange(WORDS) % 5, examples=examples, window=32)
 
 
-def tiny(name="gpt", **changes):
-    return replace(TASKS[name], model=tiny_gpt, batch=4, **changes)
+def tiny(name="gpt", precision="float32", **changes):
+    """Make a small task; in float32, since many a processor emulates bf16."""
+    return replace(TASKS[name], model=tiny_gpt, batch=4, precision=precision, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +185,6 @@ def test_gpt_contender_trains_and_records(contender, tmp_path):
     assert set(record["curve"]) == {"train_loss", "train_accuracy", "valid_loss", "valid_accuracy"}
     assert record["full_valid_loss"] == pytest.approx(record["curve"]["valid_loss"][0], rel=0.02)
     assert 0 < record["valid_bits_per_byte"] < 10
-    assert record["precision"] == "bf16"
 
 
 @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("float32", 4)])
@@ -198,7 +198,7 @@ def test_gpt_verdict_has_the_precision_of_the_run(precision, size):
     assert training.final_results() == {"logit_bytes": size}
 
 
-@pytest.mark.parametrize("contender", ["muon", "nero"])
+@pytest.mark.parametrize("contender", ["adamw", "nero-momentum"])
 def test_gpt_run_resumes_where_it_stopped(contender, tmp_path):
     task, data = tiny(), make_books(examples=12)
     settings = task.settings(contender, epochs=2, precision="float32")

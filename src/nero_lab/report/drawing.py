@@ -49,7 +49,7 @@ STYLES = {
     "nero-scaled": Style("#56B4E9", "v"),
     # the study of today: Nero in blue, balanced optimisers in green, others in warm colours and grey
     "nero-momentum": Style("#56B4E9", "D"),
-    "nero-momentum-free": Style("#0B3C5D", "X"),
+    "nero-momentum-free": Style("#2A1FE0", "X"),
     "nero-auto": Style("#003F63", "*"),
     "nero-momentum-auto": Style("#6A4FB3", "P"),
     "muon-balanced": Style("#009E73", "^"),

@@ -193,7 +193,9 @@ def draw_airbench(study: Study) -> Figure:
             axes.errorbar(
                 statistics.fmean(found), place + 0.32, xerr=error, color=colour, marker="D", markersize=5, capsize=3
             )
-    names = [f"{display_name(name)} ({len(study.values('airbench', name))} runs)" for name in contenders]
+    counts = [len(study.values("airbench", name)) for name in contenders]
+    runs = [f"{count} run{'s' if count > 1 else ''}" for count in counts]
+    names = [f"{display_name(name)} ({count})" for name, count in zip(contenders, runs, strict=True)]
     axes.set_yticks(range(len(contenders)), names)
     for tick, contender in zip(axes.get_yticklabels(), contenders, strict=True):
         tick.set(color=_style(contender).colour, fontweight="bold" if contender in OURS else "normal")

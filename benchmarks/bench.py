@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import end_to_end
 import growth
+import limits
 import step
 import torch
 from rich.console import Console
@@ -40,6 +41,7 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "step": Section(step.jobs, step.table),
+    "limits": Section(limits.jobs, step.table),
     "growth": Section(growth.jobs, step.table),
     "end-to-end": Section(end_to_end.jobs, end_to_end.table),
 }

@@ -14,13 +14,14 @@ class Shapes(NamedTuple):
 
     name: str
     by_axes: dict[tuple[int, ...] | None, list[tuple[int, ...]]]
+    dtype: torch.dtype = torch.float32
 
     def parameters(self, device: torch.device, seed: int = 0) -> Parameters:
         """Make random parameters of these shapes, with random gradients."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def random(shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, device=device)
+            return torch.randn(shape, generator=generator, device=device, dtype=self.dtype)
 
         made = {axes: [nn.Parameter(random(shape)) for shape in shapes] for axes, shapes in self.by_axes.items()}
         for parameters in made.values():
@@ -36,7 +37,7 @@ class Shapes(NamedTuple):
     @property
     def distinct(self) -> "Shapes":
         """Every shape once."""
-        return Shapes(self.name, {axes: list(dict.fromkeys(shapes)) for axes, shapes in self.by_axes.items()})
+        return self._replace(by_axes={axes: list(dict.fromkeys(shapes)) for axes, shapes in self.by_axes.items()})
 
 
 def flat(parameters: Parameters) -> list[nn.Parameter]:
@@ -107,6 +108,72 @@ def gpt2(
 def gpt2_xl() -> Shapes:
     """Return the shapes of GPT-2 XL."""
     return gpt2(layers=48, width=1600, name="GPT-2 XL")
+
+
+def vit(layers: int = 24, width: int = 1024, classes: int = 1000) -> Shapes:
+    """Return the shapes of ViT-L/16."""
+    shapes: list[tuple[int, ...]] = [(width,), (197, width), (width, 3, 16, 16), (width,)]
+    for _ in range(layers):
+        shapes += [(width,)] * 4 + [(3 * width, width), (3 * width,), (width, width), (width,)]
+        shapes += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return Shapes("ViT-L", {None: [*shapes, (width,), (width,), (classes, width), (classes,)]})
+
+
+def llama(layers: int = 16, width: int = 2048, hidden: int = 8192, vocabulary: int = 128_256) -> Shapes:
+    """Return the shapes of Llama 3.2 1B with a head of its own: 1.5 billion parameters."""
+    shapes: list[tuple[int, ...]] = [(vocabulary, width), (width,), (vocabulary, width)]
+    for _ in range(layers):
+        shapes += [(width,), (width, width), (width // 4, width), (width // 4, width), (width, width)]
+        shapes += [(width,), (hidden, width), (hidden, width), (width, hidden)]
+    return Shapes("Llama 1.5 B", {None: shapes})
+
+
+def efficientnet(classes: int = 1000) -> Shapes:
+    """Return the shapes of EfficientNet-B0: many small tensors."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(out: int, channels: int, kernel: int) -> None:
+        shapes.extend([(out, channels, kernel, kernel), (out,), (out,)])
+
+    convolution(32, 3, 3)
+    channels = 32
+    for expand, out, blocks, kernel in (
+        (1, 16, 1, 3), (6, 24, 2, 3), (6, 40, 2, 5), (6, 80, 3, 3), (6, 112, 3, 5), (6, 192, 4, 5), (6, 320, 1, 3)
+    ):  # fmt: skip
+        for _ in range(blocks):
+            wide, squeezed = expand * channels, channels // 4
+            if expand > 1:
+                convolution(wide, channels, 1)
+            convolution(wide, 1, kernel)
+            shapes.extend([(squeezed, wide, 1, 1), (squeezed,), (wide, squeezed, 1, 1), (wide,)])
+            convolution(out, wide, 1)
+            channels = out
+    convolution(1280, channels, 1)
+    return Shapes("EfficientNet-B0", {None: [*shapes, (classes, 1280), (classes,)]})
+
+
+def convnext(classes: int = 1000) -> Shapes:
+    """Return the shapes of ConvNeXt-B: depthwise filters of 49 elements among large matrices."""
+    shapes: list[tuple[int, ...]] = [(128, 3, 4, 4), (128,), (128,), (128,)]
+    for width, blocks in ((128, 3), (256, 3), (512, 27), (1024, 3)):
+        if width > 128:
+            shapes += [(width // 2,), (width // 2,), (width, width // 2, 2, 2), (width,)]
+        for _ in range(blocks):
+            shapes += [(width,), (width, 1, 7, 7), (width,), (width,), (width,)]
+            shapes += [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return Shapes("ConvNeXt-B", {None: [*shapes, (1024,), (1024,), (classes, 1024), (classes,)]})
+
+
+def small(tensors: int = 1000) -> Shapes:
+    """Return small matrices, each with a bias: the host's work counts."""
+    return Shapes(f"{tensors:,} small tensors", {None: [(32, 32), (32,)] * (tensors // 2)})
+
+
+def odd(largest: int = 100_003) -> Shapes:
+    """Return rows that are not a multiple of 16 bytes, rows that are very long, and rows that are very short."""
+    long, many = largest, largest // 2
+    shapes = [(1000, 1001), (1001, 999), (333, 7, 3, 3), (many + 256, 511), (3, long), (long, 3)]
+    return Shapes("odd shapes", {None: [(min(shape[0], largest), *shape[1:]) for shape in shapes]})
 
 
 def matrices(total: int, tensors: int) -> Shapes:

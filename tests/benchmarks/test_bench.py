@@ -41,7 +41,7 @@ def test_quick_run_writes_every_section(record: Path):
     assert {"Adam (fused)", "SGD (fused)", "Nero (eager)", "Nero (foreach)"} <= {
         row["optimiser"] for row in found["step"]
     }
-    for row in found["step"] + found["growth"]:
+    for row in found["step"] + found["growth"] + found["limits"]:
         assert row["milliseconds"] > 0
         assert row["rounds"] >= 3
         assert row["device_milliseconds"] is None  # only a GPU has a time of its own
@@ -51,6 +51,9 @@ def test_quick_run_writes_every_section(record: Path):
         if row["optimiser"] == "Adam (fused)":
             assert row["of_fused_adam"] == row["state_of_adam"] == 1
     assert {row["by"] for row in found["growth"]} == {"parameters", "tensors"}
+    in_half = {row["optimiser"]: row["bytes_per_parameter"] for row in found["limits"] if row["shapes"] == "odd shapes"}
+    assert in_half["Nero"] == in_half["SGD (fused)"] == in_half["Nero, stochastic"] == 6
+    assert in_half["Nero with momentum, stochastic"] == 10
     assert {row["optimiser"] for row in found["end-to-end"]} == {"Adam (fused)", "SGD (fused)", "Nero"}
     assert all(row["reduced"] and row["milliseconds"] > 0 for row in found["end-to-end"])
     assert any("pytorch_optimizer" in note for note in found["left_out"]["step"])
@@ -99,7 +102,7 @@ def test_backends_that_disagree_are_not_reported(tmp_path: Path, monkeypatch: py
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         bench.main(["--sections", "step,steps"])
-    assert "--sections must be among step, growth, end-to-end, got steps" in capsys.readouterr().err
+    assert "--sections must be among step, limits, growth, end-to-end, got steps" in capsys.readouterr().err
 
 
 def test_committed_record_is_drawn(tmp_path: Path):

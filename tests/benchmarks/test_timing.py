@@ -134,6 +134,21 @@ def test_gpt2_xl_has_the_published_size():
     assert shapes.gpt2_xl().distinct.total < 2e8
 
 
+@pytest.mark.parametrize(
+    ("network", "tensors", "total"),
+    [
+        ("vit", 296, 304_326_632),
+        ("llama", 147, 1_498_482_688),
+        ("efficientnet", 213, 5_288_548),
+        ("convnext", 344, 88_591_464),
+    ],
+)
+def test_networks_have_the_published_sizes(network: str, tensors: int, total: int):
+    made = getattr(shapes, network)()
+    assert sum(map(len, made.by_axes.values())) == tensors
+    assert made.total == total
+
+
 def test_contender_that_fails_is_left_out():
     def refuse(_: object) -> torch.optim.Optimizer:
         raise RuntimeError("not today")

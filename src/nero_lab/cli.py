@@ -1,5 +1,6 @@
 """Command line of the experiments: list the tasks, train them, and draw the paper's figures from the records."""
 
+import math
 import os
 import signal
 import sys
@@ -26,7 +27,9 @@ import torch
 import nero
 from nero_lab import distributed, interrupts
 from nero_lab.data import DataError, Dataset, Game, Photos, load
-from nero_lab.protocol import Precision, SettingError, Settings, Task
+from nero_lab.plan import cells_of, lines_of
+from nero_lab.pool import train_in_processes
+from nero_lab.protocol import PRECISIONS, Precision, SettingError, Settings, Task
 from nero_lab.report.published import all_published
 from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records
 from nero_lab.sweep import search, train
@@ -168,7 +171,9 @@ def sweep(
     optimiser: Annotated[
         list[str] | None, typer.Option(*OPTIMISER_NAMES, help="Run only this optimiser; repeat for several.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds at the best rate.")] = 3,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of seeds at the best rate. Default: the task's, mostly 3.")
+    ] = None,
     grid: Annotated[
         bool, typer.Option("--grid/--no-grid", help="Search the learning rates, or take the task's.")
     ] = True,
@@ -193,7 +198,7 @@ def sweep(
         ),
     ] = None,
 ) -> None:
-    """Follow the paper's protocol: the grid of learning rates on seed 0, then three seeds at the best."""
+    """Follow the protocol: the grid of learning rates on seed 0, then three seeds (or more) at the best."""
     chosen = task_named(task, *(optimiser or ()))
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
@@ -206,13 +211,47 @@ def sweep(
         else _ray_session(chosen, data, device, out, known_precision, side_by_side, ray)
     )
     with session as run_all:
-        best = search(chosen, contenders, seeds, known_precision, run_all, rates=None if grid else (), epochs=epochs)
+        rates, seeds = None if grid else (), seeds or chosen.seeds
+        best = search(chosen, contenders, seeds, known_precision, run_all, rates=rates, epochs=epochs)
     for name, rate in best.items():
         papers = chosen.contenders[name].best
         source = "the paper's is" if chosen.study == "paper" else "the default is"
         searched = f"best of the grid is {rate:g}; {source} {papers:g}"
         taken = f"the paper has {papers:g} as its best" if chosen.study == "paper" else f"{source} {papers:g}"
         console.print(f"{name}: {searched if grid and chosen.grid_of(name) else taken}")
+
+
+@app.command()
+def plan(
+    task: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Only these tasks.")] = None,
+    study: Annotated[str, typer.Option(help="Without tasks: paper or today.")] = "paper",
+    records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
+    run: Annotated[
+        int,
+        typer.Option(metavar="PROCESSES", min=0, help="Make missing runs, in so many processes that share the device."),
+    ] = 0,
+    minutes: Annotated[float, typer.Option(min=0, help="With --run: start no run after this time.")] = math.inf,
+    data: Data = None,
+    device: Device = "auto",
+    precision: PrecisionOption = None,
+) -> None:
+    """Show which runs of the protocol are on record, and make those that are missing."""
+    tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
+    if not tasks:
+        raise SettingError(f"there is no study {study!r}: take paper or today")
+    known = next((each for each in PRECISIONS if each == precision), None)
+    if known != precision:
+        raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    cells = cells_of(tasks, read_records(records) if records.is_dir() else [], known)
+    for line in lines_of(cells, known):
+        console.print(line)
+    runs = dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing)
+    if run and runs:
+        chosen = _device(device)
+        for settings in runs:
+            _check_precision(settings.precision, chosen)
+        with _exit_if_stopped():
+            train_in_processes(list(runs), data, chosen, records, run, minutes=minutes, say=console.print)
 
 
 @app.command()

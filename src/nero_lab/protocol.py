@@ -94,6 +94,7 @@ class Task:
         loop: makes the :class:`nero_lab.loops.training.Training` of a run from the task, the settings, the data, and
             the state of a checkpoint or None. Without it, the supervised loop trains.
         study: the study that the task belongs to, which groups the tasks of ``nero list``.
+        seeds: the number of seeds at each contender's best rate.
         precision: the precision of a run, unless the user names one.
         is_compiled: compile the network on a GPU: the items of its module lists, such as the blocks of a transformer,
             or the whole if it has no such list. Steps are captured as CUDA graphs in either case.
@@ -120,6 +121,7 @@ class Task:
     is_distributable: bool = False
     loop: Callable[["Task", "Settings", Any, dict[str, Any] | None], Any] | None = None
     study: str = "paper"
+    seeds: int = 3
     precision: Precision = "float32"
     is_compiled: bool = False
 

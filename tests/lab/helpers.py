@@ -1,6 +1,9 @@
 """Tiny tasks, made-up data and an observer for the tests of the lab."""
 
 import math
+import os
+import signal
+import time
 from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
@@ -110,6 +113,27 @@ TINY = Task(
 )
 #: The same with a network that costs next to nothing.
 FAST = replace(TINY, model=small_mlp)
+
+
+class Slow(Supervised):
+    """A run that takes its time over each step."""
+
+    def advance(self):
+        time.sleep(0.2)
+        super().advance()
+
+
+def find_fast(settings, *_):
+    """Find the task and the data of a run, in a process of its own."""
+    if settings.optimiser not in FAST.contenders:
+        raise KeyError(settings.optimiser)
+    return FAST, make_data()
+
+
+def find_and_interrupt(*_):
+    """Interrupt the command that has started this process, and find a task that is slow enough to notice it."""
+    os.kill(os.getppid(), signal.SIGINT)
+    return replace(FAST, loop=Slow), make_data()
 
 
 def comparable(record):

@@ -70,6 +70,39 @@ def test_nero_list_groups_tasks_by_study(command, monkeypatch):
     assert "my-task" in others
 
 
+def test_nero_plan_compares_the_committed_records(command):
+    results = Path(__file__).parents[2] / "results"
+    code, printed = command("plan", "mnist-deep", "--records", results)
+    assert code == 0
+    assert printed.splitlines()[-1] == "0 runs are missing"
+    assert printed.count("3 of 3") == len(TASKS["mnist-deep"].contenders)
+
+
+def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(cli, "train_in_processes", lambda *arguments, **options: given.append((arguments, options)))
+    assert command("plan", "mnist-deep", "--records", tmp_path, "--run", 8, "--minutes", 20, "--device", "cpu")[0] == 0
+    (runs, _, device, root, processes), options = given[0]
+    assert (device.type, root, processes, options["minutes"]) == ("cpu", tmp_path, 8, 20)
+    task = TASKS["mnist-deep"]
+    assert len(runs) == len(set(runs)) == len(task.contenders) * (len(task.grid) + 2)
+    assert [settings.optimiser for settings in runs[: len(task.grid)]] == ["nero"] * len(task.grid)
+
+
+@pytest.mark.parametrize(
+    ("option", "fault"),
+    [
+        (("--study", "none"), "there is no study 'none': take paper or today"),
+        (("--precision", "int8"), "the precision must be one of"),
+        (("no-task",), "there is no task 'no-task'"),
+        (("mnist-deep", "--run", 1, "--precision", "tf32", "--device", "cpu"), "tf32 needs an NVIDIA GPU"),
+    ],
+)
+def test_nero_plan_refuses_bad_input(command, option, fault, tmp_path):
+    code, _ = command("plan", *option, "--records", tmp_path)
+    assert fault in str(code)
+
+
 def test_report_task_without_published_numbers_is_skipped(command, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     lines = (Path(__file__).parents[2] / "results/mnist-reparameterised.jsonl").read_text().splitlines()

@@ -2,7 +2,7 @@
 
 Muon with SGD, and SGD alone, have the published settings; SGD is fitted to 8 epochs of batches of 2000, from 9.9 of
 1024. Nero trains filters and head, SGD beside it the biases, as beside Muon. A head of unit rows needs no factor.
-``nero sweep airbench --no-grid --seeds 50`` repeats every contender; a record has ``tta_accuracy`` and
+``nero sweep airbench --no-grid`` repeats every contender; a record has ``tta_accuracy`` and
 ``train_seconds`` (:class:`nero_lab.loops.speedrun.SpeedRun`).
 """
 
@@ -46,6 +46,7 @@ task = Task(
     precision="bf16",
     is_compiled=True,
     side_by_side=1,
+    seeds=50,
     verdict=multi_crop_accuracy,
     loop=SpeedRun,
     seconds=Seconds(),

@@ -50,7 +50,9 @@ def bits_per_byte(model: nn.Module, data: Dataset) -> dict[str, float]:
     }
 
 
-def language_model(name: str, title: str, depth: int, width: int, intervals: int, contenders: tuple[str, ...]) -> Task:
+def language_model(
+    name: str, title: str, depth: int, width: int, intervals: int, contenders: tuple[str, ...], seeds: int = 3
+) -> Task:
     """Return the task of a GPT of the given depth and width."""
     return Task(
         name=name,
@@ -67,6 +69,7 @@ def language_model(name: str, title: str, depth: int, width: int, intervals: int
         metric="valid_loss",
         seconds=Seconds(),
         verdict=bits_per_byte,
+        seeds=seeds,
         precision="bf16",
         is_compiled=True,
     )
@@ -74,13 +77,15 @@ def language_model(name: str, title: str, depth: int, width: int, intervals: int
 
 def _of_series(name: str, depth: int, width: int) -> Task:
     title = f"Does the best rate change with the size? Depth {depth}, width {width}"
-    return language_model(name, title, depth, width, SERIES_INTERVALS, SERIES)
+    return language_model(name, title, depth, width, SERIES_INTERVALS, SERIES, seeds=1)
 
 
 TASKS: tuple[Task, ...] = (
     language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, tuple(CONTENDERS)),
     language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, LARGE_INTERVALS, LARGE),
-    language_model("gpt-variants", "Which parts of our contenders matter?", 6, 384, INTERVALS, tuple(VARIANTS)),
+    language_model(
+        "gpt-variants", "Which parts of our contenders matter?", 6, 384, INTERVALS, tuple(VARIANTS), seeds=1
+    ),
     *(_of_series(f"gpt-w{width}", 4, width) for width in (256, 512, 1024)),
     *(_of_series(f"gpt-d{depth}", depth, 256) for depth in (8, 16)),
 )

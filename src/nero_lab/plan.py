@@ -1,0 +1,93 @@
+"""The protocol of a study beside its records: which runs are missing, and how long they take."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from nero_lab.progress import duration
+from nero_lab.protocol import Precision, Settings, Task, best_rate
+
+
+class Cell(NamedTuple):
+    """The runs of one contender that belong together: a search of rates, or seeds at the best rate.
+
+    Attributes:
+        wanted: the number of runs of the protocol; 0 for seeds whose rate a search has yet to find.
+        missing: the runs that are not on record.
+    """
+
+    task: Task
+    contender: str
+    part: Literal["search", "seeds"]
+    wanted: int
+    missing: list[Settings]
+
+    def seconds(self, precision: Precision) -> float | None:
+        """Return how long the missing runs take on an H200, one after another; ``None`` if the task was not timed."""
+        one = self.task.seconds.on("cuda", precision)
+        return None if one is None else one * len(self.missing)
+
+
+def cells_of(tasks: Iterable[Task], records: Sequence[dict[str, Any]], precision: Precision | None) -> list[Cell]:
+    """Return all cells in the order in which to run them.
+
+    Nero's searches come first, then seeds, then the searches of others; of these, the shortest first.
+
+    Args:
+        tasks: the tasks of a study.
+        records: the runs on record, in any precision.
+        precision: the precision of missing runs; ``None`` for that of each task.
+    """
+    cells = [
+        cell
+        for task in tasks
+        for contender in task.contenders
+        for cell in _cells(task, contender, records, precision or task.precision)
+    ]
+
+    def order(cell: Cell) -> tuple[int, float]:
+        rank = 1 if cell.part == "seeds" else 0 if cell.contender == "nero" else 2
+        return rank, cell.seconds(precision or cell.task.precision) or 0.0
+
+    return sorted(cells, key=order)
+
+
+def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str]:
+    """Format the cells as a table: a line for each contender of a task, in the order of their first runs."""
+    line = "{:23}{:36}{:>7}{:>9}{:>9}{:>12}"
+    yield line.format("TASK", "OPTIMISER", "RATES", "SEEDS", "MISSING", "ON A GPU")
+    rows: dict[tuple[str, str], dict[str, Cell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.task.name, cell.contender), {})[cell.part] = cell
+    total, seconds, not_timed = 0, 0.0, False
+    for (task, contender), parts in rows.items():
+        counts = {part: f"{cell.wanted - len(cell.missing)} of {cell.wanted}" for part, cell in parts.items()}
+        if "search" in parts and not parts["seeds"].wanted:
+            counts["seeds"] = "later"
+        missing = len({settings for cell in parts.values() for settings in cell.missing})
+        one = parts["seeds"].task.seconds.on("cuda", precision or parts["seeds"].task.precision)
+        time = "" if not missing else "not timed" if one is None else duration(missing * one)
+        total, seconds, not_timed = total + missing, seconds + missing * (one or 0.0), not_timed or time == "not timed"
+        yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time)
+    yield f"{total} runs are missing" + (
+        f": about {duration(seconds)} on an NVIDIA H200, one by one" if seconds else ""
+    )
+
+
+def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precision: Precision) -> list[Cell]:
+    options = dict(task.contenders[contender].options)
+    whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "options": options}
+    own = [record for record in records if all(record.get(key) == value for key, value in whole.items())]
+    done = {(record["lr"], record["seed"]) for record in own}
+
+    def cell(part: Literal["search", "seeds"], runs: Sequence[tuple[float, int]]) -> Cell:
+        missing = [task.settings(contender, *run, precision=precision) for run in runs if run not in done]
+        return Cell(task, contender, part, len(runs), missing)
+
+    grid = task.grid_of(contender)
+    search = cell("search", [(rate, 0) for rate in grid])
+    rate: float | None = task.contenders[contender].best
+    if task.study != "paper" and grid:  # the paper has found its rates
+        searched = [record for record in own if record["lr"] in grid and record["seed"] == 0]
+        rate = None if search.missing else best_rate(task, searched)
+    seeds = cell("seeds", [] if rate is None else [(rate, seed) for seed in range(task.seeds)])
+    return [search, seeds] if grid else [seeds]

@@ -21,7 +21,7 @@ from nero_lab.protocol import Contender, Seconds, SettingError, Task, linear_dec
 from nero_lab.store import Store
 from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS, depth
-from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS
+from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS, around_found
 
 NAMES = list(CONTENDERS)
 each_contender = pytest.mark.parametrize("name", NAMES)
@@ -352,8 +352,16 @@ def test_variant_balances_the_part_that_it_names():
 def test_variant_of_nero_changes_the_run(name):
     task = replace(TASK, contenders=CONTENDERS | VARIANTS)
     data = make_data(examples=20)
-    curves = [finish(Supervised(task, task.settings(each, lr=0.02), data)).curve for each in ("nero-momentum", name)]
+    curves = [
+        finish(Supervised(task, task.settings(each, lr=0.02), data)).curve for each in ("nero-momentum-free", name)
+    ]
     assert curves[0] != curves[1]
+
+
+def test_few_rates_surround_the_best_of_the_small_gpt():
+    assert around_found("muon", 3).grid == (0.02, 0.04, 0.08)
+    assert around_found("adamw", 5).grid == (0.00075, 0.0015, 0.003, 0.006, 0.012)
+    assert around_found("muon", 3).options == CONTENDERS["muon"].options
 
 
 def test_balanced_option_that_names_no_part_is_rejected():

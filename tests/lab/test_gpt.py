@@ -169,9 +169,11 @@ def test_gpt_tasks_share_protocol():
     assert {(task.batch, task.metric, task.precision, task.is_compiled) for task in tasks} == {
         (64, "valid_loss", "bf16", True)
     }
-    for task in tasks:
-        if task.name != "gpt-variants":
-            assert all(len(task.grid_of(name)) == 7 for name in task.contenders)
+    counts = {task.name: {len(task.grid_of(name)) for name in task.contenders} for task in tasks}
+    assert counts.pop("gpt") == {7}
+    assert counts.pop("gpt-large") == {3}
+    assert counts.pop("gpt-variants") == {1, 2, 3}
+    assert set.union(*counts.values()) == {5}
     assert TASKS["gpt-variants"].epochs == TASKS["gpt"].epochs
     assert len({TASKS[f"gpt-{size}"].epochs for size in ("w256", "w512", "w1024", "d8", "d16")}) == 1
 

@@ -23,7 +23,17 @@ BETA = 0.999
 #: The names of the optimisers, each with its options.
 OPTIONS = {
     "nero": (
-        *("fix_mean", "fix_norm", "fixed_scale", "scale", "gain_penalty", "depth", "beta", "longest_step"),
+        *(
+            "fix_mean",
+            "fix_norm",
+            "fixed_scale",
+            "scale",
+            "neuron_scale",
+            "gain_penalty",
+            "depth",
+            "beta",
+            "longest_step",
+        ),
         *("momentum", "nesterov"),
     ),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
@@ -56,9 +66,8 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
 
             - Nero: ``fix_mean`` and ``fix_norm``, as of :class:`nero.Nero`. ``fixed_scale``, the authors' form: the
               steps of a neuron are relative to the mean norm of its tensor at construction. ``scale``, σ_b of gains and
-              biases.
-              ``gain_penalty``, which pulls gains to one. ``depth``, which divides the rate. ``beta`` and
-              ``longest_step``, ``momentum`` and ``nesterov``, as of :class:`nero.Nero`.
+              biases, and ``neuron_scale``, σ of neurons. ``gain_penalty``, which pulls gains to one. ``depth``, which
+              divides the rate. ``beta`` and ``longest_step``, ``momentum`` and ``nesterov``, as of :class:`nero.Nero`.
             - SGD: ``momentum``, ``weight_decay`` (of all parameters) and ``clip``, the greatest norm of the gradient of
               all parameters together.
             - Adam and LAMB: ``beta1`` (0 by default) and ``eps`` (1e-8 and 1e-6).
@@ -154,6 +163,7 @@ def _nero(
     fix_norm: bool | Literal["initial"] = True,
     fixed_scale: bool = False,
     scale: float | None = None,
+    neuron_scale: float | None = None,
     gain_penalty: float = 0.0,
     depth: float | Literal["auto"] = 1.0,
     beta: float = BETA,
@@ -162,8 +172,9 @@ def _nero(
 ) -> nero.Nero:
     groups = _at_fixed_scale(model, fix_mean, bool(fix_norm)) if fixed_scale else nero.param_groups(model)
     for group in groups:
-        if scale is not None and group["role"] != "neuron":
-            group["scale"] = scale
+        of_role = neuron_scale if group["role"] == "neuron" else scale
+        if of_role is not None:
+            group["scale"] = of_role
     optimiser = nero.Nero(
         groups,
         lr=lr,

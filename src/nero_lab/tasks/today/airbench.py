@@ -19,8 +19,7 @@ BESIDE_MUON = partial(Airbench, output_scale=1 / 256, head_std=1.0)
 BALANCED = partial(Airbench, output_scale=1.0)
 #: The momentum of Muon here, and a running average over twenty of the 200 steps.
 MOMENTUM = {"momentum": 0.6, "nesterov": True, "beta": 0.95}
-NERO_GRID = (0.05, 0.1, 0.2, 0.4, 0.8)
-MUON_GRID = (0.06, 0.12, 0.24, 0.48, 0.96)
+NERO_GRID = (0.025, 0.05, 0.1, 0.2)
 
 task = Task(
     name="airbench",
@@ -30,11 +29,11 @@ task = Task(
     dataset="cifar10",
     model=Airbench,
     contenders={
-        "nero": Contender("nero", 0.2, {}, BALANCED, NERO_GRID),
-        "nero-momentum": Contender("nero", 0.2, MOMENTUM, BALANCED, NERO_GRID),
-        "muon": Contender("filter-muon", 0.24, {}, BESIDE_MUON, MUON_GRID),
-        "muon-balanced": Contender("filter-muon", 0.24, {"balanced": True}, BESIDE_MUON, MUON_GRID),
-        "sgd": Contender("sgd", 11.5, grid=(5.75, 8.0, 11.5, 16.0, 23.0)),
+        "nero": Contender("nero", 0.1, {}, BALANCED, NERO_GRID),
+        "nero-momentum": Contender("nero", 0.05, MOMENTUM, BALANCED, NERO_GRID),
+        "muon": Contender("filter-muon", 0.24, {}, BESIDE_MUON),
+        "muon-balanced": Contender("filter-muon", 0.24, {"balanced": True}, BESIDE_MUON),
+        "sgd": Contender("sgd", 11.5),
     },
     grid=(),
     epochs=EPOCHS,

@@ -1,5 +1,6 @@
 """The optimisers of the study, each with a grid of seven learning rates."""
 
+from dataclasses import replace
 from typing import Any
 
 from nero_lab.protocol import Contender
@@ -8,9 +9,9 @@ from nero_lab.protocol import Contender
 GRID_SIZE, GRID_RATIO = 7, 2.0
 
 
-def grid(middle: float) -> tuple[float, ...]:
-    """Return seven rates around a middle one, each twice the last."""
-    return tuple(float(f"{middle * GRID_RATIO ** (i - GRID_SIZE // 2):.4g}") for i in range(GRID_SIZE))
+def grid(middle: float, size: int = GRID_SIZE) -> tuple[float, ...]:
+    """Return rates around a middle one, each twice the last."""
+    return tuple(float(f"{middle * GRID_RATIO ** (i - size // 2):.4g}") for i in range(size))
 
 
 def contender(optimiser: str, best: float, **options: Any) -> Contender:
@@ -25,9 +26,6 @@ AUTO = {"depth": "auto", "longest_step": 3.0}
 
 #: Steps as long as before, relative to the neuron, but no constraint; gains take steps of a tenth of the angle.
 FREE = {"momentum": 0.9, "nesterov": True, "beta": 0.95, "fix_mean": False, "fix_norm": False, "scale": 0.1}
-
-#: Rates of a variant of a contender: around the contender's best.
-VARIANT_RATES = {"nero": (0.01, 0.02, 0.04), "muon": (0.04, 0.08)}
 
 #: Balance replaces weight decay, which balanced neurons would undo. Lion's rates are a sixth of AdamW's, and its decay
 #: is six times as strong, so that the product of both is the same.
@@ -47,27 +45,39 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def _variant(optimiser: str, **options: Any) -> Contender:
-    rates = VARIANT_RATES[optimiser]
-    base = MOMENTUM if optimiser == "nero" else {"weight_decay": 0.0}
-    return Contender(optimiser, rates[len(rates) // 2], {**base, **options}, grid=rates)
+#: Where the search on the small GPT has found the best rate at another place than the middle of its grid.
+FOUND = {"muon": 0.04, "muon-balanced": 0.04, "nero": 0.04, "nero-momentum": 0.02}
 
 
-#: What the parts of Nero with momentum, and of balanced Muon, matter. "gains" take steps of a share of the angle.
+def around_found(name: str, size: int) -> Contender:
+    """Return a contender with few rates, around the best one of the small GPT."""
+    best = FOUND.get(name, CONTENDERS[name].best)
+    return replace(CONTENDERS[name], best=best, grid=grid(best, size))
+
+
+def _free(*rates: float, **options: Any) -> Contender:
+    return Contender("nero", rates[-1], {**FREE, **options}, grid=rates)
+
+
+def _balanced(part: str) -> Contender:
+    return Contender("muon", 0.04, {"weight_decay": 0.0, "balanced": part}, grid=(0.04,))
+
+
+#: What the parts of free Nero with momentum, and of balanced Muon, matter. "gains" take steps of a share of the angle.
 VARIANTS: dict[str, Contender] = {
-    "momentum-0.9": _variant("nero", momentum=0.9),
-    "momentum-0.98": _variant("nero", momentum=0.98),
-    "beta-0.9": _variant("nero", beta=0.9),
-    "beta-0.99": _variant("nero", beta=0.99),
-    "beta-0.999": _variant("nero", beta=0.999),
-    "without-nesterov": _variant("nero", nesterov=False),
-    "free-means": _variant("nero", fix_mean=False),
-    "initial-norms": _variant("nero", fix_norm="initial"),
-    "initial-norms-free-means": _variant("nero", fix_norm="initial", fix_mean=False),
-    "gains-0.3": _variant("nero", scale=0.3),
-    "gains-0.1": _variant("nero", scale=0.1),
-    "initial-norms-free-means-gains-0.3": _variant("nero", fix_norm="initial", fix_mean=False, scale=0.3),
-    "muon-balanced-blocks": _variant("muon", balanced="blocks"),
-    "muon-balanced-embedding": _variant("muon", balanced="embedding"),
-    "muon-balanced-head": _variant("muon", balanced="head"),
+    "momentum-0.8": _free(0.015, 0.03, momentum=0.8),
+    "momentum-0.95": _free(0.015, 0.03, momentum=0.95),
+    "beta-0.9": _free(0.015, 0.03, beta=0.9),
+    "beta-0.99": _free(0.015, 0.03, beta=0.99),
+    "without-nesterov": _free(0.015, 0.03, nesterov=False),
+    "bounded-by-1": _free(0.015, 0.03, longest_step=1.0),
+    "gains-1": _free(0.015, 0.03, scale=1.0),
+    "gains-0.3": _free(0.015, 0.03, scale=0.3),
+    "fixed-means": _free(0.015, 0.03, fix_mean=True),
+    "fixed-norms": _free(0.015, 0.03, fix_norm=True),
+    "steps-of-the-first-norm": _free(0.015, 0.03, 0.06, fixed_scale=True),
+    "steps-of-one": _free(0.005, 0.01, 0.02, neuron_scale=1.0),
+    "muon-balanced-blocks": _balanced("blocks"),
+    "muon-balanced-embedding": _balanced("embedding"),
+    "muon-balanced-head": _balanced("head"),
 }

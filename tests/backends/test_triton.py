@@ -470,6 +470,34 @@ def test_cuda_graph_replays_with_a_scheduler():
 
 
 @pytest.mark.gpu
+def test_captured_step_alone_serves_a_loop_and_a_checkpoint():
+    model, inputs = network(), torch.ones(8, 64, device="cuda").cumsum(1) / 64
+    optimiser = nero.Nero(model, lr=torch.tensor(0.01, device="cuda"))
+
+    def backward() -> None:
+        optimiser.zero_grad(set_to_none=False)
+        model(inputs).square().mean().backward()
+
+    for _ in range(2):
+        backward()
+        optimiser.step()
+    for rates in ([0.01, 0.005], [0.005, 0.02]):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimiser.step()
+        for lr in rates:
+            for group in optimiser.param_groups:
+                group["lr"].fill_(lr)
+            backward()
+            graph.replay()
+        optimiser.load_state_dict(optimiser.state_dict())  # the graph of before goes on with the tensors of before
+    wanted = by_hand([0.01, 0.01, 0.01, 0.005, 0.005, 0.02])
+    for found, each in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(found.detach(), each, rtol=1e-4, atol=1e-5)
+    assert {state["step"].item() for state in optimiser.state.values()} == {6.0}
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_before_first_step_raises():
     model = network()

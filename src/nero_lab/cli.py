@@ -228,7 +228,7 @@ def plan(
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
     run: Annotated[
         int,
-        typer.Option(metavar="PROCESSES", min=0, help="Make missing runs, in so many processes that share the device."),
+        typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in several processes on one device."),
     ] = 0,
     minutes: Annotated[float, typer.Option(min=0, help="With --run: start no run after this time.")] = math.inf,
     data: Data = None,
@@ -242,16 +242,19 @@ def plan(
     known = next((each for each in PRECISIONS if each == precision), None)
     if known != precision:
         raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    cells = cells_of(tasks, read_records(records) if records.is_dir() else [], known)
+    cells = cells_of(tasks, read_records(records) if records.exists() else [], known)
     for line in lines_of(cells, known):
         console.print(line)
+    if not run:
+        return
+    if any(cell.missing for cell in cells if cell.task.dataset == "imagenet"):
+        console.print("imagenet has processes of its own: make its runs by `nero sweep imagenet --no-grid`")
     runs = dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing)
-    if run and runs:
-        chosen = _device(device)
-        for settings in runs:
-            _check_precision(settings.precision, chosen)
-        with _exit_if_stopped():
-            train_in_processes(list(runs), data, chosen, records, run, minutes=minutes, say=console.print)
+    chosen = _device(device)
+    for settings in runs:
+        _check_precision(settings.precision, chosen)
+    with _exit_if_stopped():
+        train_in_processes(list(runs), data, chosen, records, run, minutes=minutes, say=console.print)
 
 
 @app.command()

@@ -52,25 +52,31 @@ def cells_of(tasks: Iterable[Task], records: Sequence[dict[str, Any]], precision
 
 
 def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str]:
-    """Format the cells as a table: a line for each contender of a task, in the order of their first runs."""
-    line = "{:23}{:36}{:>7}{:>9}{:>9}{:>12}"
+    """Format the cells as a table, a line for each contender of a task, and sum up what is missing."""
+    line = "{:23}{:26}{:>8}{:>9}{:>9}{:>12}"
     yield line.format("TASK", "OPTIMISER", "RATES", "SEEDS", "MISSING", "ON A GPU")
-    rows: dict[tuple[str, str], dict[str, Cell]] = {}
+    by_task: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
-        rows.setdefault((cell.task.name, cell.contender), {})[cell.part] = cell
-    total, seconds, not_timed = 0, 0.0, False
-    for (task, contender), parts in rows.items():
-        counts = {part: f"{cell.wanted - len(cell.missing)} of {cell.wanted}" for part, cell in parts.items()}
-        if "search" in parts and not parts["seeds"].wanted:
-            counts["seeds"] = "later"
-        missing = len({settings for cell in parts.values() for settings in cell.missing})
-        one = parts["seeds"].task.seconds.on("cuda", precision or parts["seeds"].task.precision)
-        time = "" if not missing else "not timed" if one is None else duration(missing * one)
-        total, seconds, not_timed = total + missing, seconds + missing * (one or 0.0), not_timed or time == "not timed"
-        yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time)
-    yield f"{total} runs are missing" + (
-        f": about {duration(seconds)} on an NVIDIA H200, one by one" if seconds else ""
-    )
+        by_task.setdefault(cell.task.name, {}).setdefault(cell.contender, []).append(cell)
+    total, seconds, not_timed, is_later = 0, 0.0, 0, False
+    for task, contenders in by_task.items():
+        for contender, own in contenders.items():
+            counts = {cell.part: f"{cell.wanted - len(cell.missing)} of {cell.wanted or '?'}" for cell in own}
+            missing = len({settings for cell in own for settings in cell.missing})  # a rate of seed 0 is also a seed
+            one = own[0].task.seconds.on("cuda", precision or own[0].task.precision)
+            time = "" if not missing else "not timed" if one is None else duration(missing * one)
+            total, seconds, is_later = (
+                total + missing,
+                seconds + missing * (one or 0.0),
+                is_later or "?" in counts["seeds"],
+            )
+            not_timed += missing if one is None else 0
+            yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time)
+    known = f"about {duration(seconds)} on an NVIDIA H200, one by one" if seconds else ""
+    unknown = f"{not_timed} of them were never timed" if not_timed else ""
+    yield ": ".join(filter(None, (f"{total} runs are missing", ", ".join(filter(None, (known, unknown))))))
+    if is_later:
+        yield "0 of ?: seeds follow when the search is complete, at its best rate; repeat the command then"
 
 
 def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precision: Precision) -> list[Cell]:
@@ -89,5 +95,7 @@ def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precis
     if task.study != "paper" and grid:  # the paper has found its rates
         searched = [record for record in own if record["lr"] in grid and record["seed"] == 0]
         rate = None if search.missing else best_rate(task, searched)
+    if task.seeds == 1 and search.missing:
+        rate = task.contenders[contender].best  # a search is all there is
     seeds = cell("seeds", [] if rate is None else [(rate, seed) for seed in range(task.seeds)])
     return [search, seeds] if grid else [seeds]

@@ -68,13 +68,13 @@ def train_in_processes(
 
     Raises:
         KeyboardInterrupt: interrupted, with the number of the signal. The runs under way are saved.
-        StoreError: if a process has died.
+        StoreError: if a process has died, or a run has failed.
     """
     context = get_context("spawn")  # a process with a GPU cannot fork
-    stop, deadline, done = context.Event(), time.monotonic() + 60 * minutes, 0
+    stop, deadline, done, failed = context.Event(), time.monotonic() + 60 * minutes, 0, 0
     with (
         deferred_interrupts(lambda: say("stopping to save the runs")) as interrupted,
-        ProcessPoolExecutor(processes, context, _begin, (stop, folder, device, root, find)) as pool,
+        ProcessPoolExecutor(processes, context, _begin, (stop, folder, device, root, find, processes)) as pool,
     ):
         waiting, active = list(reversed(runs)), dict[Future[dict[str, Any] | None], Settings]()
         while active or (waiting and time.monotonic() < deadline and not interrupted()):
@@ -92,6 +92,7 @@ def train_in_processes(
                     hint = "see `dmesg` for lack of memory, and repeat the command to continue"
                     raise StoreError(f"a process died while it trained {settings.task}: {hint}") from error
                 except Exception as error:
+                    failed += 1
                     say(f"{_name(settings)} failed: {error!r}")
                 else:
                     if record is not None:
@@ -99,6 +100,9 @@ def train_in_processes(
                         say(f"{_name(settings)}: done in {duration(record['seconds'])}, {done} of {len(runs)}")
         if interrupted():
             raise KeyboardInterrupt(interrupted())
+    say(f"{done} of {len(runs)} runs done; records in {root}")
+    if failed:
+        raise StoreError(f"{failed} of {len(runs)} runs failed: see above, and repeat the command for the others")
     return done
 
 
@@ -109,14 +113,21 @@ def _name(settings: Settings) -> str:
 class _Worker:
     """What a process keeps from run to run. As an observer, it interrupts a run if the command is interrupted."""
 
-    def __init__(self, stop: Event, folder: Path | None, device: torch.device, root: Path, find: Find) -> None:
+    def __init__(
+        self, stop: Event, folder: Path | None, device: torch.device, root: Path, find: Find, processes: int
+    ) -> None:
         self.stop, self.folder, self.device, self.store, self.find = stop, folder, device, Store(root), find
+        self.processes = processes
         self.task, self.is_stopping = "", False
 
     def plan(self, *_: object) -> None:
         """Do nothing."""
 
-    begun = ended = stopping = plan
+    ended = stopping = plan
+
+    def begun(self, training: Training | Snapshot) -> None:
+        if isinstance(training, Training):
+            training.side_by_side = self.processes  # they share the device
 
     def stepped(self, _: Training | Snapshot) -> None:
         if self.stop.is_set() and not self.is_stopping:
@@ -127,12 +138,12 @@ class _Worker:
 _worker: _Worker
 
 
-def _begin(stop: Event, folder: Path | None, device: torch.device, root: Path, find: Find) -> None:
+def _begin(*arguments: Any) -> None:
     """Prepare a process."""
     global _worker
     os.setsid()  # an interrupt from the keyboard reaches the command alone, which sets ``stop``
     torch.set_num_threads(1)
-    _worker = _Worker(stop, folder, device, root, find)
+    _worker = _Worker(*arguments)
 
 
 def _train(settings: Settings) -> dict[str, Any] | None:

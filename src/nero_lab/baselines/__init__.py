@@ -11,7 +11,7 @@ import nero
 from nero_lab.baselines import library
 from nero_lab.baselines.batched import check_beta, check_number
 from nero_lab.baselines.lamb import Lamb
-from nero_lab.baselines.library import missing
+from nero_lab.baselines.library import clipped, missing
 from nero_lab.baselines.madam import Madam
 from nero_lab.baselines.together import Together
 
@@ -23,24 +23,14 @@ BETA = 0.999
 #: The names of the optimisers, each with its options.
 OPTIONS = {
     "nero": (
-        *(
-            "fix_mean",
-            "fix_norm",
-            "fixed_scale",
-            "scale",
-            "neuron_scale",
-            "gain_penalty",
-            "depth",
-            "beta",
-            "longest_step",
-        ),
-        *("momentum", "nesterov"),
+        *("fix_mean", "fix_norm", "fixed_scale", "scale", "neuron_scale", "gain_penalty"),
+        *("depth", "beta", "longest_step", "momentum", "nesterov"),
     ),
     "sgd": ("momentum", "weight_decay", "clip", "balanced"),
     "adam": ("beta1", "eps", "balanced"),
     "lamb": ("beta1", "eps", "balanced"),
     "madam": ("balanced",),
-    "adamw": ("weight_decay", "balanced"),
+    "adamw": ("weight_decay", "clip", "balanced"),
     "muon": ("weight_decay", "balanced"),
     "normuon": ("weight_decay", "balanced"),
     "lion": ("weight_decay", "balanced"),
@@ -71,9 +61,9 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
             - SGD: ``momentum``, ``weight_decay`` (of all parameters) and ``clip``, the greatest norm of the gradient of
               all parameters together.
             - Adam and LAMB: ``beta1`` (0 by default) and ``eps`` (1e-8 and 1e-6).
-            - AdamW, Muon, NorMuon, Lion and SOAP: ``weight_decay`` of weights with two or more axes (0.1). Muon and
-              NorMuon train the hidden matrices, and AdamW all else at 0.15 times their rate. SOAP also has
-              ``precondition_frequency`` (10) and ``max_precondition_dim`` (2048).
+            - AdamW, Muon, NorMuon, Lion and SOAP: ``weight_decay`` of weights with two or more axes (0.1). AdamW has
+              ``clip``, too. Muon and NorMuon train the hidden matrices, and AdamW all else at 0.15 times their rate.
+              SOAP also has ``precondition_frequency`` (10) and ``max_precondition_dim`` (2048).
 
     Raises:
         ValueError: an unknown name or option, an invalid value, or a library that is not installed.
@@ -225,14 +215,7 @@ def _sgd(
     parameters = list(model.parameters())
     fused = not any(hasattr(parameter, "device_mesh") for parameter in parameters)  # torch has no such step of shards
     optimiser = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=fused)
-    if clip is not None:
-        check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
-
-        def clip_gradient(*_: Any) -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
-
-        optimiser.register_step_pre_hook(clip_gradient)
-    return optimiser
+    return clipped(optimiser, model, clip)
 
 
 def _adam(model: nn.Module, lr: float | Tensor, beta1: float = 0.0, eps: float = 1e-8) -> torch.optim.Optimizer:

@@ -27,9 +27,11 @@ LIBRARIES = {
 }
 
 
-def adamw(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
-    """Make AdamW, which decays weights of two or more axes."""
-    return _adamw(model.parameters(), lr, weight_decay)
+def adamw(
+    model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY, clip: float | None = None
+) -> torch.optim.Optimizer:
+    """Make AdamW, which decays weights of two or more axes, of gradients clipped to a norm if there is one."""
+    return clipped(_adamw(model.parameters(), lr, weight_decay), model, clip)
 
 
 def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
@@ -73,6 +75,18 @@ def soap(
         precondition_frequency=precondition_frequency,
         max_precondition_dim=max_precondition_dim,
     )
+
+
+def clipped(optimiser: torch.optim.Optimizer, model: nn.Module, clip: float | None) -> torch.optim.Optimizer:
+    """Let an optimiser clip the gradient of all parameters together to a norm, if one is given."""
+    if clip is not None:
+        check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
+
+        def clip_gradient(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
+
+        optimiser.register_step_pre_hook(clip_gradient)
+    return optimiser
 
 
 def hidden_matrices(model: nn.Module) -> list[Tensor]:

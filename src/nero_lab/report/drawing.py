@@ -59,6 +59,7 @@ STYLES = {
     "soap": Style("#CC79A7", "h"),
     "lion": Style("#A14A3B", "<"),
     "adamw": Style("#555555", ">"),
+    "adamw-clipped": Style("#999999", "d"),
 }
 #: A contender without a style of its own.
 DEFAULT_STYLE = Style("#777777", "X")

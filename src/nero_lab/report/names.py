@@ -23,6 +23,7 @@ CONTENDERS = {
     "sgd-decay": "SGD (weight decay)",
     "nero-tuned": "Nero (tuned)",
     "nero-free-gains": "Nero (tuned, gains free)",
+    "adamw-clipped": "AdamW (clipped)",
     "nero-momentum": "Nero (momentum)",
     "nero-momentum-free": "Nero (momentum, free)",
     "nero-auto": 'Nero ("auto")',

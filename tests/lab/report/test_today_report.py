@@ -1,11 +1,13 @@
 """The study of today's optimisers: its rule, numbers from made-up records, and pages against the committed ones."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nero_lab.protocol import Seconds
 from nero_lab.report.pages import BLOCK
 from nero_lab.report.today import Study, fill, read_study
 from nero_lab.report.today.__main__ import PAGES, main
@@ -14,6 +16,7 @@ from nero_lab.report.today.significance import is_better, welch_p
 from nero_lab.report.today.study import width_near
 from nero_lab.report.today.tables import TABLES
 from nero_lab.store import StoreError
+from nero_lab.tasks import TASKS
 
 ROOT = Path(__file__).parents[3]
 TEXTS = {name: (ROOT / name).read_text() for name in PAGES}
@@ -191,8 +194,9 @@ def test_ranking_shows_how_far_times_of_runs_differ():
     assert rows_of(TABLES["gpt"](study))[0][7] == "9 to 20 (4)"
 
 
-@pytest.mark.parametrize(("seconds", "panels"), [(13.0, 2), (20.0, 1)])
-def test_curves_have_a_panel_of_steady_times_only(seconds: float, panels: int):
+@pytest.mark.parametrize(("seconds", "alone", "panels"), [(13.0, 9.0, 2), (20.0, 9.0, 1), (13.0, None, 1)])
+def test_curves_have_a_panel_of_steady_times_only(seconds, alone, panels, monkeypatch):
+    monkeypatch.setitem(TASKS, "gpt", replace(TASKS["gpt"], seconds=Seconds(bf16=alone)))
     study = Study([make_record(1.0, seconds=9.0), make_record(1.1, rate=0.02, seconds=seconds)])
     assert len(FIGURES["gpt-curves"].draw(study).axes) == panels
 
@@ -206,7 +210,13 @@ def test_overview_marks_results_of_fewer_than_three_seeds():
 def test_transfer_gives_best_rates_and_cost_of_keeping_one():
     small, large = search({0.01: 1.0, 0.02: 1.1}, task="gpt-w256"), search({0.01: 1.1, 0.02: 1.0}, task="gpt-w1024")
     (row,) = rows_of(TABLES["widths"](Study(small + large)))
-    assert row == ["**Nero**", "0.01 (1.0000)", "not run", "0.02 (1.0000)", "2", "10.00 %"]
+    assert row == ["**Nero**", "≤ 0.01 (1.0000)", "not run", "≥ 0.02 (1.0000)", "2", "10.00 %"]
+
+
+def test_transfer_has_no_best_rate_of_one_run():
+    small, large = search({0.01: 1.0}, task="gpt-w256"), search({0.01: 1.1, 0.02: 1.0}, task="gpt-w1024")
+    (row,) = rows_of(TABLES["widths"](Study(small + large)))
+    assert row[1:5] == ["0.01 alone (1.0000)", "not run", "≥ 0.02 (1.0000)", "1"]
 
 
 def test_airbench_counts_runs_at_the_target():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nero_lab.protocol import Seconds
 from nero_lab.report.names import CONTENDERS as NAMES
 from nero_lab.report.today.significance import is_better
 from nero_lab.store import StoreError, read_records
@@ -151,7 +152,9 @@ class Study:
         return [run for run in self.runs(task) if run.contender == contender]
 
     def has_steady_times(self, task: str) -> bool:
-        """Tell whether runs of the same contender take about as long, so that times can be compared."""
+        """Tell whether times can be compared: runs were timed alone, and those of one contender take about as long."""
+        if TASKS[task].seconds == Seconds():
+            return False
         times = [[run.seconds for run in self.all_runs(task, name)] for name in self.ranking(task)]
         return all(max(seconds) <= MAX_TIME_RATIO * min(seconds) for seconds in times)
 

@@ -127,15 +127,15 @@ def transfer(study: Study, kind: str) -> str:
         searches = [study.search(task, contender) for task in tasks]
         best = [study.best_rate(task, contender) for task in tasks]
         cells = [
-            NOT_RUN if rate is None else f"{rate:g} ({_value(found[rate])})"
-            for rate, found in zip(best, searches, strict=True)
+            NOT_RUN if rate is None else f"{_rate(study, task, contender)} ({_value(found[rate])})"
+            for task, rate, found in zip(tasks, best, searches, strict=True)
         ]
-        known = [rate for rate in best if rate is not None]
+        known = [rate for rate, found in zip(best, searches, strict=True) if rate is not None and len(found) > 1]
         cost = "-"
         if best[0] is not None and best[-1] is not None and best[0] in searches[-1]:
             kept, tuned = (searches[-1][rate].value for rate in (best[0], best[-1]))
             cost = f"{100 * (kept / tuned - 1):.2f} %" if math.isfinite(kept) else "diverges"
-        rows.append([_name(contender), *cells, f"{max(known) / min(known):.3g}", cost])
+        rows.append([_name(contender), *cells, f"{max(known) / min(known):.3g}" if known else "-", cost])
     if not rows:
         return NOT_RUN
     head = ["contender", *(f"{kind} {size}" for size in sizes), "best rates differ by"]
@@ -242,7 +242,7 @@ def _rate(study: Study, task: str, contender: str) -> str:
     """Format the best rate, marked if it is an end of the grid: a better one may lie beyond."""
     best, tried = study.best_rate(task, contender), list(study.search(task, contender))
     mark = "≤ " if best == tried[0] else "≥ " if best == tried[-1] else ""
-    return f"{mark if len(tried) > 1 else ''}{best:g}"
+    return f"{mark}{best:g}" if len(tried) > 1 else f"{best:g} alone"
 
 
 def _overview_cell(study: Study, task: str, contender: str) -> str:

@@ -31,6 +31,7 @@ FREE = {"momentum": 0.9, "nesterov": True, "beta": 0.95, "fix_mean": False, "fix
 #: is six times as strong, so that the product of both is the same.
 CONTENDERS: dict[str, Contender] = {
     "adamw": contender("adamw", 0.003),
+    "adamw-clipped": contender("adamw", 0.003, clip=1.0),
     "muon": contender("muon", 0.02),
     "normuon": contender("normuon", 0.02),
     "soap": contender("soap", 0.003),

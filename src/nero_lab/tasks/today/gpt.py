@@ -28,8 +28,8 @@ INTERVALS, LARGE_INTERVALS, SERIES_INTERVALS = 10, 15, 5
 WARM_UP_SHARE = 0.05
 BATCH = 64
 #: Contenders of the larger network and of the series, and how many rates each has there: plain Nero is far behind.
-LARGE = ("adamw", "muon", "muon-balanced", "nero-momentum", "nero-momentum-free", "nero-momentum-auto")
-SERIES = ("adamw", "muon", "nero-momentum", "nero-momentum-free", "nero-momentum-auto")
+LARGE = ("adamw", "adamw-clipped", "muon", "muon-balanced", "nero-momentum", "nero-momentum-free", "nero-momentum-auto")
+SERIES = ("adamw", "adamw-clipped", "muon", "nero-momentum", "nero-momentum-free", "nero-momentum-auto")
 LARGE_RATES, SERIES_RATES = 3, 5
 
 

@@ -94,8 +94,13 @@ class LocalPlan:
         distributed = torch.distributed
         self._may_be_idle = distributed.is_available() and distributed.is_initialized()
 
-    def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether the optimiser still holds the same groups, parameters and state, with none to add."""
+    def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None) -> bool:
+        """Return whether the optimiser still holds the same groups, parameters and state, with none to add.
+
+        Args:
+            param_groups: the optimiser's groups.
+            state: the optimiser's state; ``None`` if it cannot have changed.
+        """
         return self._plan.covers(param_groups, state) and (self._shards is None or self._shards.are_current())
 
     def retire(self) -> None:

@@ -31,14 +31,14 @@ from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.regrowth import Copy, add_missing_radii, find_grown, restore
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
-from nero.state import initial_state
+from nero.state import UnseenState, initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 _params = itemgetter("params")
 
 
-class Nero(torch.optim.Optimizer):
+class Nero(UnseenState):
     r"""The neuronal rotator, of "Learning by Turning: Neural Architecture Aware Optimisation".
 
     Every neuron, a weight vector :math:`w` with gradient :math:`g`, takes the step
@@ -225,7 +225,7 @@ class Nero(torch.optim.Optimizer):
             self._check_gradients()
         if is_compiling and not any(is_sharded(each) for group in self.param_groups for each in group["params"]):
             self._enter_late()
-            backends.step_eagerly(groups_of(self.param_groups, self.state, self._role)[0])
+            backends.step_eagerly(groups_of(self.param_groups, self._state, self._role)[0])
         elif (is_compiling or is_traced()) and (self._plan is None or self._plan.has_shards):
             torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # a compiled step of shards is eager
         else:
@@ -234,10 +234,11 @@ class Nero(torch.optim.Optimizer):
 
     def _step(self) -> None:
         """Step every parameter by its backend."""
-        if self._plan is None or not self._plan.covers(self.param_groups, self.state):
+        state = self._state if self._sight.is_seen else None  # None: nobody can have changed it
+        if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
             self._copies = []
-            self._plan = LocalPlan(self.param_groups, self.state, self._role, self._plan)
+            self._plan = LocalPlan(self.param_groups, self._state, self._role, self._plan)
             self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
         self._plan.step()
 
@@ -247,13 +248,13 @@ class Nero(torch.optim.Optimizer):
 
         All processes that share a sharded parameter must read this, and get the same numbers.
         """
-        parts = [part for part in self.parts() if "skipped" in self.state.get(part.parameter, {})]
+        parts = [part for part in self.parts() if "skipped" in self._state.get(part.parameter, {})]
         counts = {part.name: int(count) for part, count in zip(parts, self._skipped(parts), strict=True)}
         return {name: count for name, count in counts.items() if count}
 
     def _skipped(self, parts: Sequence[Part]) -> list[Tensor]:
         """Return the counts of skipped updates on all processes."""
-        counts = [self.state[part.parameter]["skipped"] for part in parts]
+        counts = [self._state[part.parameter]["skipped"] for part in parts]
         return totals(counts, [sharding_of(part.parameter, part.role) for part in parts])
 
     def parts(self) -> Iterator[Part]:
@@ -289,7 +290,7 @@ class Nero(torch.optim.Optimizer):
         """Return the state and the options. All processes that share a sharded parameter must call this."""
         self._replace_swapped()
         packed: dict[str, Any] = super().state_dict()
-        parts = [part for part in self.parts() if is_sharded(part.parameter) and self.state.get(part.parameter)]
+        parts = [part for part in self.parts() if is_sharded(part.parameter) and self._state.get(part.parameter)]
         counts = {id(part.parameter): count for part, count in zip(parts, self._skipped(parts), strict=True)}
         for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
             if id(parameter) in counts:
@@ -306,7 +307,7 @@ class Nero(torch.optim.Optimizer):
             ValueError: if the checkpoint is of another model or optimiser, or lacks options.
         """
         loaded: dict[Tensor, dict[str, Any]] = {}
-        entered = {parameter for parameter, state in self.state.items() if state}  # others are not balanced yet
+        entered = {parameter for parameter, state in self._state.items() if state}  # others are not balanced yet
 
         # torch casts state to the parameter's dtype, so ours is taken out before and put back after
         def take_out(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
@@ -330,7 +331,8 @@ class Nero(torch.optim.Optimizer):
         """Set the state. Undo the balancing of neurons that grew from zero, if the optimiser was made after loading."""
         add_missing_radii([part for part in self.parts() if part.parameter in entered], loaded)
         start_missing_momentum(list(self.parts()), loaded)
-        self.state.update(loaded)
+        self._state.update(loaded)
+        self._sight.is_seen = False  # all of it is new
         restore(self._copies, loaded)
 
     def _reset(self) -> None:
@@ -344,7 +346,7 @@ class Nero(torch.optim.Optimizer):
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
         parts = [part for part in self.parts() if part.group["on_nonfinite"] == "raise"]
         trained = [part for part in parts if part.parameter.grad is not None and part.parameter.requires_grad]
-        check_trainable(part[:2] for part in trained if not self.state.get(part.parameter))
+        check_trainable(part[:2] for part in trained if not self._state.get(part.parameter))
         check_gradients(part[:2] for part in trained)
 
     def _replace_swapped(self) -> None:
@@ -353,12 +355,12 @@ class Nero(torch.optim.Optimizer):
         Accelerate does this: it shards a model and puts the sharded parameters into an optimiser made before.
         """
         here = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        gone = [parameter for parameter in self.state if isinstance(parameter, Tensor) and id(parameter) not in here]
+        gone = [parameter for parameter in self._state if isinstance(parameter, Tensor) and id(parameter) not in here]
         for parameter in gone:
-            del self.state[parameter]
+            del self._state[parameter]
             self._roles.pop(parameter, None)
         if gone:
-            self._enter([part for part in self.parts() if not self.state.get(part.parameter)])
+            self._enter([part for part in self.parts() if not self._state.get(part.parameter)])
 
     def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter
@@ -421,7 +423,7 @@ class Nero(torch.optim.Optimizer):
         self._copies += copies
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
-            self.state[part.parameter].update(state)
+            self._state[part.parameter].update(state)
 
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""
@@ -430,7 +432,7 @@ class Nero(torch.optim.Optimizer):
             Part(name_of(self.param_groups, group, index), parameter, self._role(group, parameter), group)
             for group in self.param_groups
             for index, parameter in enumerate(group["params"])
-            if parameter.grad is not None and parameter.requires_grad and not self.state.get(parameter)
+            if parameter.grad is not None and parameter.requires_grad and not self._state.get(parameter)
         ]
         check_trainable(part[:2] for part in late)
         for part in late:
@@ -440,4 +442,4 @@ class Nero(torch.optim.Optimizer):
         if self._pretrained is None:
             warn_if_balanced(late, "unfrozen", is_known=True)
         for part in late:
-            self.state[part.parameter].update(initial_state(part.parameter, part.role, part.group))
+            self._state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

@@ -2,10 +2,14 @@
 
 import math
 import operator
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 from torch import Tensor
+
+#: The types of numbers that cannot change in place, as tensors can.
+IMMUTABLE = frozenset({bool, int, float})
 
 
 def as_int(name: str, value: Any, least: int | None = None, what: str = "") -> int:
@@ -32,3 +36,8 @@ def as_float(value: Any) -> float:
         return float(value)
     except OverflowError:  # an int beyond the range of a float
         return -math.inf if value < 0 else math.inf
+
+
+def are_same(values: Sequence[object], others: Sequence[object]) -> bool:
+    """Compare two lists by the identity of their elements: 1 equals True, but is not the same option."""
+    return len(values) == len(others) and all(map(operator.is_, values, others))

@@ -1,5 +1,6 @@
 """The state of a parameter: step, running average, radius of neurons, scale of gains and biases, momentum buffer."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,3 +75,43 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
                 state["radius"] = sharding.as_state(now)
     elif fix_norm and known is not None:
         local_of(known).sign_()  # one, or at most one
+
+
+class Sight:
+    """Whether anyone but the optimiser has seen its state. Wrappers that copy the optimiser's attributes share it."""
+
+    is_seen = False
+
+
+class UnseenState(torch.optim.Optimizer):
+    """An optimiser that notices when others read :attr:`state`.
+
+    Backends keep addresses of the state's tensors. To compare these at each step takes almost as long as all other
+    checks together, if tensors are small and many. But nobody can replace a tensor without a look at the state, or at
+    its :meth:`state_dict`. So the comparison is left out until someone has had one.
+
+    Attributes:
+        state: the state of every parameter.
+    """
+
+    _state: defaultdict[Tensor, dict[str, Any]]
+    _sight: Sight
+
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
+        self._sight.is_seen = True
+        return self._state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, dict[str, Any]]) -> None:
+        if not hasattr(self, "_sight"):  # the constructor of torch sets the state
+            self._sight = Sight()
+        else:
+            self._sight.is_seen = True
+        self._state = state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._sight = getattr(self, "_sight", None) or Sight()
+        if "state" in state:
+            self.state = state["state"]
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})

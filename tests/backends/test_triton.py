@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import nero
 from nero.backends import available
-from nero.backends.triton.sweep import Sweep
+from nero.backends.triton.sweep import Sweep, Upload
 from nero.backends.triton.tables import RECORD_FIELDS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -199,7 +199,7 @@ def test_stride_of_axis_of_one_is_ignored():
         optimiser.step()
     (sweep,) = sweeps_of(optimiser)
     assert sweep._uploaded[0] == [grad.data_ptr()]
-    assert sweep._grads_unchanged is not None
+    assert sweep._is_unchanged(weight, grad)
 
 
 def test_gradients_are_not_kept_alive():
@@ -398,6 +398,35 @@ def test_steps_in_and_out_of_inference_mode():
         optimiser.step()
     step(layer, optimiser, 1)
     assert optimiser.state[layer.weight]["step"] == 3
+
+
+def test_buffer_waits_until_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch):
+    class Event:
+        is_done = False
+
+        def query(self) -> bool:
+            return self.is_done
+
+        def record(self) -> None:
+            self.is_done = False
+
+    events, buffers = [Event() for _ in range(3)], [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
+    upload = Upload(2, torch.device("cpu"))
+    monkeypatch.setattr(upload, "_is_cuda", True)
+    monkeypatch.setattr(upload, "_pinned", iter(buffers).__next__)  # the first is for a capture
+    monkeypatch.setattr(torch.cuda, "Event", iter(events).__next__)
+    for number in (1, 2):
+        assert upload.write([number, 0]).tolist() == [number, 0]
+    events[1].is_done = True  # the first copy is read before the second
+    upload.write([3, 0])
+    events[0].is_done = True
+    upload.write([4, 0])
+    assert [int(buffer[0]) for buffer in buffers] == [0, 4, 2, 3]
+    table, buffer = upload.capture([5, 0])
+    assert table.tolist() == buffer.tolist() == [5, 0]
+    assert buffer is buffers[0]
+    with pytest.raises(RuntimeError, match="between two captures"):
+        upload.capture([6, 0])
 
 
 @pytest.mark.gpu

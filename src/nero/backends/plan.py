@@ -11,6 +11,7 @@ from torch import Tensor
 from nero.backends import eager, foreach
 from nero.backends.available import numba_works
 from nero.backends.job import Group, Job, Settings, job_of, jobs_of, settings_of
+from nero.scalars import are_same
 
 if TYPE_CHECKING:
     from nero.backends.cut import Work
@@ -91,18 +92,28 @@ class Plan:
         # read once: the noise of a step depends on its number alone, so a resumed run draws the same
         self._steps = int(max(state["step"] for state in self._entered)) if self._noise and self._entered else 0
 
-    def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter."""
+    def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None) -> bool:
+        """Return whether the optimiser still holds the same groups, parameters and state, and none waits to enter.
+
+        Args:
+            param_groups: the optimiser's groups.
+            state: the optimiser's state; ``None`` if it cannot have changed.
+        """
         return (
             not self._is_retired
-            and len(param_groups) == len(self._param_groups)
-            and all(map(is_, param_groups, self._param_groups))
+            and are_same(param_groups, self._param_groups)
             and list(map(len, map(_PARAMS, param_groups))) == self._counts
-            and len(state) == len(self._states)
             and all(map(is_, chain.from_iterable(map(_PARAMS, param_groups)), self._parameters))
+            and (state is None or self._has_state(state))
+            and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._idle)
+        )
+
+    def _has_state(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        return (
+            len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
             and all(self._entered)  # empty if someone cleared it
-            and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._idle)
+            and (self._triton is None or self._triton.has_state())
         )
 
     def retire(self) -> None:
@@ -115,15 +126,16 @@ class Plan:
             self._triton = _planner(self._groups)
         sweeps = [] if self._triton is None else self._triton.ready()
         # build every job first, so that an error leaves all parameters unchanged
-        jobs = [jobs_of(group) for group in (self._groups if self._triton is None else self._triton.rest)]
+        groups = self._groups if self._triton is None else self._triton.rest
+        jobs = [jobs_of(group) for group in groups]
         works = [work for group in self._cut_groups for work in _works(group)]
-        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        is_captured = bool(self._noise) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         for generator, seed in () if is_captured else self._noise:
             generator.manual_seed((seed + self._steps * SEED_STRIDE) % MAX_SEED)
         self._steps += 1
         if self._triton is not None:
             self._triton.launch(sweeps)
-        for group, own in zip(self._groups, jobs, strict=True):
+        for group, own in zip(groups, jobs, strict=True):
             if own:
                 settings = settings_of(group.options, None if is_captured else group.generator)
                 BACKENDS[group.options["backend"]](own, settings)

@@ -1,16 +1,21 @@
 """Deals parameters out to Triton sweeps, one per device."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nero.backends.available import check_backend, triton_works, why_not_triton
-from nero.backends.job import Group, Member, has_expected_state, job_of, rates_of, settings_of
+from nero.backends.job import Group, Member, Rates, has_expected_state, job_of, rates_of, settings_of
 from nero.backends.layout import layout_of
 from nero.backends.triton.sweep import Sweep, has_strides
 from nero.backends.triton.tables import Line
+from nero.scalars import IMMUTABLE, are_same
+
+_rate_options = itemgetter("lr", "depth", "maximize", "momentum", "nesterov")
 
 
 class Planner:
@@ -21,11 +26,14 @@ class Planner:
         before: the planner that this one replaces.
 
     Attributes:
-        rest: the groups, with only the members that no sweep steps.
+        rest: the groups that have members which no sweep steps, with only these.
     """
 
     def __init__(self, groups: Sequence[Group], before: "Planner | None" = None) -> None:
         self._groups = groups
+        self._options = [group.options for group in groups]
+        self._rates: list[Rates] = []
+        self._rate_options: list[Any] = []
         self._sweeps: list[Sweep] = []
         self._captured = [] if before is None else before._retired()
         self._deal()
@@ -33,19 +41,30 @@ class Planner:
     def ready(self) -> list[tuple[Sweep, list[int]]]:
         """Pair every sweep with the addresses of its gradients; deal anew if tensors have changed."""
         found = [sweep.look() for sweep in self._sweeps]
-        if any(addresses is None for addresses in found) or self._can_join():
+        if None in found or (self.rest and self._can_join()):
             self._captured = self._retired()
             self._deal()
             found = [sweep.look() for sweep in self._sweeps]
         return [(sweep, found_at) for sweep, found_at in zip(self._sweeps, found, strict=True) if found_at is not None]
 
+    def has_state(self) -> bool:
+        """Return whether the sweeps hold the tensors of the state at their addresses."""
+        return all(sweep.has_state() for sweep in self._sweeps)
+
     def launch(self, ready: Sequence[tuple[Sweep, list[int]]]) -> None:
         """Launch the sweeps, each with the addresses of its gradients."""
         if not ready:
             return
-        rates = [rates_of(group.options) for group in self._groups]
+        rates = self._read_rates()
         for sweep, addresses in ready:
             sweep.launch(addresses, rates)
+
+    def _read_rates(self) -> list[Rates]:
+        """Return the rates of all groups: the list of the last step, if no option has changed since."""
+        options = list(chain.from_iterable(map(_rate_options, self._options)))
+        if not (are_same(options, self._rate_options) and IMMUTABLE.issuperset(map(type, options))):
+            self._rates, self._rate_options = list(map(rates_of, self._options)), options
+        return self._rates
 
     def _deal(self) -> None:
         lines: dict[tuple[torch.device, torch.Generator | None], list[Line]] = {}
@@ -58,7 +77,8 @@ class Planner:
                     left.append(member)
                 else:
                     lines.setdefault((member.parameter.device, group.generator), []).append(line)
-            self.rest.append(group._replace(members=left))
+            if left:
+                self.rest.append(group._replace(members=left))
         if lines and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
         self._sweeps = [Sweep(own, generator) for (_, generator), own in lines.items()]
@@ -66,8 +86,8 @@ class Planner:
     def _can_join(self) -> bool:
         """Return whether a member of the rest has become one that a sweep could step."""
         return any(
-            line_of(member, group.options, number) is not None
-            for number, group in enumerate(self.rest)
+            line_of(member, group.options, 0) is not None
+            for group in self.rest
             if group.options["backend"] in ("auto", "triton")
             for member in group.members
             if member.parameter.is_cuda or group.options["backend"] == "triton"

@@ -1,13 +1,18 @@
 """All parameters of a device in a few launches.
 
 A :class:`Sweep` is built once for its tensors and used step after step. At each step it checks what users
-can change without a call of ours: gradients, shapes, strides, storage and ``requires_grad``.
+can change without a call of ours: gradients, shapes, strides, storage and ``requires_grad``. The state is checked by
+:meth:`Sweep.has_state`, only if someone can have changed it.
 """
 
+import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import reduce
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, or_
 from typing import Any
 
 import torch
@@ -25,7 +30,7 @@ except (ImportError, AttributeError):  # a future torch: every tensor is then ch
     TensorGuards = None
 
 _grad = attrgetter("grad")
-_are_at = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+_END = object()
 
 
 class Sweep:
@@ -45,46 +50,51 @@ class Sweep:
         # no reference to a line: a line holds a gradient
         self._parameters = [line.parameter for line in lines]
         self._holders = [line.holder for line in lines]
-        self._states = [line.job.state for line in lines]
-        self._values = [value for state in self._states for value in state.values()]
-        self._statistics = [state["grad_norm"] for state in self._states]
-        self._statistics += [line.job.state["momentum_buffer"] for line in lines if line.job.buffer is not None]
+        states = [line.job.state for line in lines]
+        buffers = [line.job.state["momentum_buffer"] for line in lines if line.job.buffer is not None]
+        # views follow the changes of their dicts; the end is compared, too, in case that a value is missing
+        self._views = [*(state.values() for state in states), (_END,)]
+        self._values = list(chain.from_iterable(self._views))
+        self._statistics = [*(state["grad_norm"] for state in states), *buffers]
         self._statistics_at = list(map(Tensor.data_ptr, self._statistics))
-        self._device = self._parameters[0].device
-        self._indices = {count: list(range(count)) for count in (len(lines), len(self._statistics))}
         self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        self._device = self._parameters[0].device
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._strides = list(map(Tensor.stride, self._parameters))
         self._grad_dtypes = [line.job.grad.dtype for line in lines]
-        self._is_unchanged = _guard(self._parameters)
-        self._grads_unchanged: Callable[..., bool] | None = None
+        self._is_unchanged: Callable[..., bool] = _never
         self._is_stochastic = any(line.settings.rounding == "stochastic" for line in lines)
         self._aligned = list(map(is_aligned, lines))
         self._tables = make_tables(lines, self._aligned, self._device)
         self._groups = 1 + max(line.group for line in lines)  # groups behind these have no parameter here
-        self._changing = torch.zeros(len(lines) + 5 * self._groups, dtype=torch.int64, device=self._device)
+        self._rates: Sequence[Rates] = ()
+        self._words: list[int] = []
+        self._upload = Upload(len(lines) + 5 * self._groups, self._device)
         self._uploaded: tuple[list[int], list[int]] = ([], [])
-        self._spare: Tensor | None = self._pinned()
+        self._on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
         self._borrowed: list[Tensor] = []  # must live until the kernels are queued
         self.captured: list[Tensor] = []
 
     def look(self) -> list[int] | None:
         """Return the addresses of the gradients, 0 for none; ``None`` if the sweep must be built anew."""
-        if not (self._lie_at(self._parameters, self._addresses) and self._has_its_state()):
+        if list(map(Tensor.data_ptr, self._parameters)) != self._addresses:
             return None
         grads = list(map(_grad, self._holders))
-        with torch.enable_grad():  # the guards read requires_grad
-            unchanged = (
-                self._is_unchanged(*self._parameters)
-                and self._grads_unchanged is not None
-                and self._grads_unchanged(*grads)
-            )
-        if not unchanged:
+        with torch.enable_grad():  # the guard reads requires_grad
+            is_unchanged = self._is_unchanged(*self._parameters, *grads)
+        if not is_unchanged:
             return self._look_closely(grads)
-        if self._uploaded[0] and self._lie_at(grads, self._uploaded[0]):
-            return self._uploaded[0]
         addresses = list(map(Tensor.data_ptr, grads))
+        if addresses == self._uploaded[0]:
+            return self._uploaded[0]
         return None if self._is_misaligned(addresses) else addresses
+
+    def has_state(self) -> bool:
+        """Return whether the state holds the same tensors at the same addresses."""
+        return (
+            all(map(is_, chain.from_iterable(self._views), self._values))
+            and list(map(Tensor.data_ptr, self._statistics)) == self._statistics_at
+        )
 
     def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         addresses = []
@@ -102,45 +112,35 @@ class Sweep:
                 self._borrowed.append(grad)
             addresses.append(grad.data_ptr())
         if all(addresses) and not self._borrowed:
-            self._is_unchanged, self._grads_unchanged = _guard(self._parameters), _guard(grads)
+            self._is_unchanged = _guard([*self._parameters, *grads])
         return None if self._is_misaligned(addresses) else addresses
 
-    def _has_its_state(self) -> bool:
-        """Return whether the state holds the same tensors at the same addresses."""
-        return (
-            sum(map(len, self._states)) == len(self._values)
-            and all(map(is_, chain.from_iterable(map(dict.values, self._states)), self._values))
-            and self._lie_at(self._statistics, self._statistics_at)
-        )
-
-    def _lie_at(self, tensors: Any, addresses: Any) -> bool:
-        if not _are_at:  # a torch without CUDA
-            return bool(list(map(Tensor.data_ptr, tensors)) == addresses)
-        return bool(_are_at(tensors, addresses, self._indices[len(addresses)]))
-
     def _is_misaligned(self, addresses: list[int]) -> bool:
-        return any(address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True))
+        return bool(reduce(or_, addresses) & 15) and any(
+            address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True)
+        )
 
     def launch(self, addresses: list[int], rates: Sequence[Rates]) -> None:
         """Step, with gradients at these addresses.
 
         Args:
             addresses: the answer of :meth:`look`.
-            rates: those of each group.
+            rates: those of each group; the same object as in the last step if no rate has changed.
         """
-        words = [word for rate in rates[: self._groups] for word in self._words(rate)]
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):
-                capturing = torch.cuda.is_current_stream_capturing()
-                changing = self._capture(addresses, words) if capturing else self._upload(addresses, words)
-                # torch's own generator is the one that replays draw new numbers from
-                generator = None if capturing else self._generator
-                self._launch(changing, torch._C._cuda_getCurrentRawStream(self._device.index), generator)
-        else:
-            self._launch(self._upload(addresses, words), 0, self._generator)
-        # torch did not see the kernels write
-        moved = [parameter for parameter, address in zip(self._parameters, addresses, strict=True) if address]
-        torch.autograd.graph.increment_version(moved)
+        if rates is not self._rates:
+            self._rates = rates
+            self._words = [word for rate in rates[: self._groups] for word in self._encode(rate)]
+        is_cuda = self._device.type == "cuda"
+        with self._on_device:
+            is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
+            changing = self._capture(addresses) if is_captured else self._write(addresses)
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index) if is_cuda else 0
+            # torch's own generator is the one that replays draw new numbers from
+            self._launch(changing, stream, None if is_captured else self._generator)
+        moved = self._parameters
+        if not all(addresses):
+            moved = [parameter for parameter, address in zip(self._parameters, addresses, strict=True) if address]
+        torch.autograd.graph.increment_version(moved)  # torch did not see the kernels write
         self._borrowed = []
 
     def _launch(self, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:
@@ -154,7 +154,7 @@ class Sweep:
         for launch, owners in launches:
             launch(stream, [owners, *tables, sums, noise], [owners.data_ptr(), *at, noise.data_ptr()])
 
-    def _words(self, rates: Rates) -> tuple[int, int, int, int, int]:
+    def _encode(self, rates: Rates) -> tuple[int, int, int, int, int]:
         """Encode the rates of a group.
 
         The learning rate as the address of a float32, of a float64, and a number to multiply it by; then the shares of
@@ -170,29 +170,73 @@ class Sweep:
         address = lr.data_ptr()
         return (*((address, 0) if lr.dtype == torch.float32 else (0, address)), bits(factor), *shares)
 
-    def _upload(self, addresses: list[int], words: list[int]) -> Tensor:
+    def _write(self, addresses: list[int]) -> Tensor:
         """Copy the addresses and rates to the device, if they have changed."""
-        if addresses is not self._uploaded[0] or words != self._uploaded[1]:
-            pinned = self._pinned()  # a new buffer each time: the last copy may still be under way
-            pinned.copy_(torch.frombuffer(array("q", addresses + words), dtype=torch.int64))
-            self._changing.copy_(pinned, non_blocking=True)
-            self._uploaded = (addresses, words)
-        self._spare = self._pinned() if self._spare is None else self._spare
-        return self._changing
+        if addresses is self._uploaded[0] and self._words == self._uploaded[1]:
+            return self._upload.write(None)
+        table = self._upload.write(addresses + self._words)
+        self._uploaded = (addresses, self._words)
+        return table
 
-    def _capture(self, addresses: list[int], words: list[int]) -> Tensor:
-        """Copy them within a graph, which repeats the copy at each replay: the buffers must outlive it."""
+    def _capture(self, addresses: list[int]) -> Tensor:
+        """Copy the addresses and rates within a graph, which keeps what it reads."""
+        table, buffer = self._upload.capture(addresses + self._words)
+        self.captured += [table, buffer, *self._borrowed]
+        return table
+
+
+class Upload:
+    """A table of integers on a device, which the host rewrites between steps without waiting for the device.
+
+    Args:
+        size: the number of integers.
+        device: the device of the table.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._table = torch.zeros(size, dtype=torch.int64, device=device)
+        self._pack = struct.Struct(f"{size}q").pack_into
+        self._host = array("q", bytes(8 * size))
+        self._words = torch.frombuffer(self._host, dtype=torch.int64)  # shares the memory of the array
+        self._buffers: deque[tuple[Tensor, Any]] = deque()  # the one in use the longest is first
+        self._spare: Tensor | None = None  # for a capture, which cannot allocate pinned memory
+
+    def write(self, words: Sequence[int] | None) -> Tensor:
+        """Copy integers to the table, and return it; ``None`` leaves the table as it is."""
+        if self._is_cuda and self._spare is None:
+            self._spare = self._pinned()
+        if words is None:
+            return self._table
+        self._pack(self._host, 0, *words)
+        if not self._is_cuda:
+            return self._table.copy_(self._words)
+        # the host may be many steps ahead: a buffer is free when the device has read it
+        if self._buffers and self._buffers[0][1].query():
+            self._buffers.rotate(-1)
+        else:
+            self._buffers.append((self._pinned(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+        buffer, is_read = self._buffers[-1]
+        self._table.copy_(buffer.copy_(self._words), non_blocking=True)
+        is_read.record()
+        return self._table
+
+    def capture(self, words: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Copy integers within a CUDA graph, which repeats the copy at each replay.
+
+        Returns:
+            A table for this graph alone, and its buffer. Both must live as long as the graph.
+        """
         if self._spare is None:
             raise RuntimeError("take a step outside of the capture between two captures")
-        pinned, changing = self._spare, torch.empty_like(self._changing)
-        pinned.copy_(torch.frombuffer(array("q", addresses + words), dtype=torch.int64))
-        changing.copy_(pinned, non_blocking=True)
-        self.captured += [pinned, changing, *self._borrowed]
+        self._pack(self._host, 0, *words)
+        buffer, table = self._spare.copy_(self._words), torch.empty_like(self._table)
         self._spare = None
-        return changing
+        return table.copy_(buffer, non_blocking=True), buffer
 
+    @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
     def _pinned(self) -> Tensor:
-        return torch.empty(self._changing.shape, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return torch.empty(self._words.shape, dtype=torch.int64, pin_memory=True)
 
 
 def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
@@ -204,6 +248,10 @@ def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
 def _guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
     """Make a fast check that tensors keep their types, dtypes, shapes, strides and requires_grad."""
     if TensorGuards is None:
-        return lambda *_: False
+        return _never
     check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check
+
+
+def _never(*_: object) -> bool:
+    return False

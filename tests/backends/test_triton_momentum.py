@@ -18,6 +18,7 @@ def with_momentum(case: Case, nesterov: bool = True) -> Case:
 def test_momentum_in_every_tile_agrees_with_oracle():
     """Rows of every tile, aligned and not, a split row, columns, gaps, gains; and rows without momentum beside them."""
     cases = [rows(3, 8), rows(2, 130), rows(1, 2304), rows(1, 5000), rows(1, 9000), rows(1, LONG), columns(300, 40)]
+    cases += [columns(60, 8), columns(1_100, 5)]
     cases += [rows(40, 1), Case("gaps", (3, 4), layout="gaps"), Case("strided gains", (3, 4), "gain", layout="gaps")]
     optimiser = check([with_momentum(case, bool(i % 2)) for i, case in enumerate(cases)] + [rows(3, 8)])
     assert len(sweeps_of(optimiser)) == 1
@@ -32,7 +33,9 @@ def stepped(weight: Tensor, grads: list[Tensor], backend: str = "triton", **opti
 
 
 @pytest.mark.parametrize(
-    ("shape", "axes"), [((4, 9), None), ((9, 4), (0,)), ((4, 17_000), None)], ids=["rows", "columns", "long rows"]
+    ("shape", "axes"),
+    [((4, 9), None), ((9, 4), (0,)), ((4, 17_000), None), ((1_100, 4), (0,))],
+    ids=["rows", "columns", "long rows", "long columns"],
 )
 def test_unusual_neurons_leave_others_and_their_buffers(shape: tuple[int, int], axes: tuple[int, ...] | None):
     """Of four neurons one is ordinary, one needs float64, one is skipped, and one has no gradient."""

@@ -74,6 +74,9 @@ def load_float(record, field: tl.constexpr):
     return tl.load(record + field).to(tl.float64, bitcast=True)
 
 
+IS_INTERPRETED = tl.constexpr(not isinstance(load_float, triton.JITFunction))
+
+
 @triton.jit
 def load_pointer(record, field: tl.constexpr, dtype: tl.constexpr):
     """Load an address."""
@@ -95,9 +98,32 @@ def neuron_offset(record, i):
 
 
 @triton.jit
+def element_offset(record, k, CONTIGUOUS: tl.constexpr):
+    """Return the offset of element k from the start of its neuron."""
+    if not CONTIGUOUS:
+        k = offset_of(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
+    return k
+
+
+@triton.jit
 def mean_of(old, new, share):
     """Return a weighted mean; ``share`` is the weight of the old."""
     return share.to(new.dtype) * old + (1 - share).to(new.dtype) * new
+
+
+@triton.jit
+def _add(a, b, c, d, e, v, w, x, y, z):
+    return a + v, b + w, c + x, d + y, e + z
+
+
+@triton.jit
+def summed(a, b, c, d, e, AXIS: tl.constexpr):
+    """Sum five tiles along an axis, in one exchange between warps."""
+    if IS_INTERPRETED:  # the interpreter calls _add for each element
+        sums = tl.sum(a, AXIS), tl.sum(b, AXIS), tl.sum(c, AXIS), tl.sum(d, AXIS), tl.sum(e, AXIS)
+    else:
+        sums = tl.reduce((a, b, c, d, e), AXIS, _add)
+    return sums
 
 
 @triton.jit
@@ -215,6 +241,75 @@ def solve(
 
 
 @triton.jit
+def _slice(record, starts, inside, number, fan_in, SLICE: tl.constexpr, AXIS: tl.constexpr, CONTIGUOUS: tl.constexpr):
+    """Return the elements of a slice of some neurons: indices, offsets and mask."""
+    k = number * SLICE + tl.arange(0, SLICE)
+    steps = element_offset(record, k, CONTIGUOUS)
+    at = tl.expand_dims(starts, AXIS) + tl.expand_dims(steps, 1 - AXIS)
+    return k, at, tl.expand_dims(inside, AXIS) & tl.expand_dims(k < fan_in, 1 - AXIS)
+
+
+@triton.jit
+def turn_precisely(
+    record, weight, grad, buffer, sizes, noise, i, inside, starts, fan_in, averages, old_average, square, radius, rate,
+    least, slices, SLICE: tl.constexpr, AXIS: tl.constexpr, CONTIGUOUS: tl.constexpr, W: tl.constexpr,
+    FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+):  # fmt: skip
+    """Turn the neurons ``inside`` slice by slice, in float64. ``AXIS`` is that of their elements."""
+    beta = load_float(record, BETA)
+    if tl.sum(inside.to(tl.int32), 0) > 0:
+        # dead units, of which some networks have many, have a zero gradient: their averages decay
+        peak = tl.zeros_like(square)
+        for slice in range(slices):
+            _, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
+            g = tl.load(grad + at, some, 0).to(tl.float32)
+            peak = tl.maximum(peak, tl.max(tl.abs(g), AXIS))
+            if MOMENTUM:
+                m = tl.load(buffer + at, some, 0).to(tl.float32)
+                peak = tl.maximum(peak, tl.max(tl.abs(m), AXIS))
+        dead = (square == 0) & (peak == 0)
+        tl.store(averages, (old_average.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), inside & dead)
+        inside &= ~dead
+    if tl.sum(inside.to(tl.int32), 0) > 0:
+        sum_w = tl.zeros_like(square).to(tl.float64)
+        sum_g, sum_ww, sum_gg, sum_wg = sum_w, sum_w, sum_w, sum_w
+        for slice in range(slices):
+            _, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
+            g = tl.load(grad + at, some, 0).to(tl.float64)
+            w = tl.load(weight + at, some, 0).to(tl.float64)
+            if MOMENTUM:
+                m = tl.load(buffer + at, some, 0).to(tl.float64)
+                g = mean_of(m, g, tl.load(sizes + 2))
+            sum_w += tl.sum(w, AXIS)
+            sum_g += tl.sum(g, AXIS)
+            sum_ww += tl.sum(w * w, AXIS)
+            sum_gg += tl.sum(g * g, AXIS)
+            sum_wg += tl.sum(w * g, AXIS)
+        average, f, mean, stretch, moving, finite, _ = solve(
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, load_float(record, ONE_MINUS_BETA), rate,
+            least, radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
+        )  # fmt: skip
+        for slice in range(slices):
+            k, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
+            g = tl.load(grad + at, some, 0).to(tl.float64)
+            w = tl.load(weight + at, some, 0).to(tl.float64)
+            where = tl.expand_dims(i * fan_in, AXIS) + tl.expand_dims(k, 1 - AXIS)
+            if MOMENTUM:
+                m = tl.load(buffer + at, some, 0).to(tl.float64)
+                g = mean_of(m, g, tl.load(sizes + 2))
+                m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, where, STOCHASTIC, BUFFER_SHIFT)
+                tl.store(buffer + at, m, some & tl.expand_dims(finite, AXIS))
+            out = (w - tl.expand_dims(f, AXIS) * g - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
+            out = rounded(out, W, noise, where, STOCHASTIC)
+            tl.store(weight + at, out, some & tl.expand_dims(moving, AXIS))
+        tl.store(averages, average, inside)
+        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
+        if skipped > 0:
+            tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+
+
+@triton.jit
 def _turn_tile(
     record, grad, rate, least, sizes, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
@@ -244,6 +339,7 @@ def _turn_tile(
     at = starts[:, None] + k[None, :]
     g = tl.load(grad + at, elements, 0).to(tl.float32)
     w = tl.load(weight + at, elements, 0).to(tl.float32)
+    buffer = weight
     if MOMENTUM:
         buffer = tl.load(record + BUFFER).to(tl.pointer_type(W))
         if ALIGNED:
@@ -272,62 +368,11 @@ def _turn_tile(
         m = tl.where(ordinary[:, None], mean_of(m, g, tl.load(sizes + 3)), m)
         tl.store(buffer + at, rounded(m, W, noise, where, STOCHASTIC, BUFFER_SHIFT), elements)
     tl.store(averages, average, inside & ordinary)
-    inside &= ~ordinary
-    if tl.sum(inside.to(tl.int32), 0) > 0:
-        # dead units, of which some networks have many, have a zero gradient: their averages decay
-        peak = tl.zeros([ROWS], tl.float32)
-        for slice in range(WIDTH // SLICE):
-            ks = slice * SLICE + tl.arange(0, SLICE)
-            some = inside[:, None] & (ks < fan_in)[None, :]
-            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
-            peak = tl.maximum(peak, tl.max(tl.abs(gs), 1))
-            if MOMENTUM:
-                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
-                peak = tl.maximum(peak, tl.max(tl.abs(ms), 1))
-        dead = (square == 0) & (peak == 0)
-        tl.store(averages, (old_average.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), inside & dead)
-        inside &= ~dead
-    if tl.sum(inside.to(tl.int32), 0) > 0:
-        sum_w = tl.zeros([ROWS], tl.float64)
-        sum_g = tl.zeros([ROWS], tl.float64)
-        sum_ww = tl.zeros([ROWS], tl.float64)
-        sum_gg = tl.zeros([ROWS], tl.float64)
-        sum_wg = tl.zeros([ROWS], tl.float64)
-        for slice in range(WIDTH // SLICE):
-            ks = slice * SLICE + tl.arange(0, SLICE)
-            some = inside[:, None] & (ks < fan_in)[None, :]
-            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            if MOMENTUM:
-                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-                gs = mean_of(ms, gs, tl.load(sizes + 2))
-            sum_w += tl.sum(ws, 1)
-            sum_g += tl.sum(gs, 1)
-            sum_ww += tl.sum(ws * ws, 1)
-            sum_gg += tl.sum(gs * gs, 1)
-            sum_wg += tl.sum(ws * gs, 1)
-        average_, f_, mean_, stretch_, moving_, finite, _ = solve(
-            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius,
-            FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
-        )  # fmt: skip
-        for slice in range(WIDTH // SLICE):
-            ks = slice * SLICE + tl.arange(0, SLICE)
-            some = inside[:, None] & (ks < fan_in)[None, :]
-            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            wheres = i[:, None] * fan_in + ks[None, :]
-            if MOMENTUM:
-                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-                gs = mean_of(ms, gs, tl.load(sizes + 2))
-                ms = rounded(mean_of(ms, gs, tl.load(sizes + 3)), W, noise, wheres, STOCHASTIC, BUFFER_SHIFT)
-                tl.store(buffer + (starts[:, None] + ks[None, :]), ms, some & finite[:, None])
-            outs = (ws - f_[:, None] * gs - mean_[:, None]) * stretch_[:, None]
-            outs = rounded(outs, W, noise, wheres, STOCHASTIC)
-            tl.store(weight + (starts[:, None] + ks[None, :]), outs, some & moving_[:, None])
-        tl.store(averages, average_, inside)
-        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
-        if skipped > 0:
-            tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+    turn_precisely(
+        record, weight, grad, buffer, sizes, noise, i, inside & ~ordinary, starts, fan_in, averages, old_average,
+        square, radius, rate, least, WIDTH // SLICE, SLICE, 1, True, W, FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC,
+        MOMENTUM,
+    )  # fmt: skip
 
 
 @triton.jit

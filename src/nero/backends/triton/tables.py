@@ -18,8 +18,15 @@ from nero.backends.layout import Layout
 TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
 #: Registers per thread with momentum: its buffer is a third tile, and its noise a fourth.
 MOMENTUM_REGISTERS, NOISY_MOMENTUM_REGISTERS = 128, 192
-#: Elements per program for neurons that are split: longer than the largest tile, or strided in memory.
+#: Elements per program for neurons that are split: longer than the largest tile.
 SPLIT_TILE = 8192
+#: The blocks of neurons that are not contiguous, by bytes per element and longest fan-in: neurons, elements of each
+#: that a program holds at once, warps and registers. A block is at least 32 bytes wide, which memory moves at once.
+#: Longer neurons are read twice, so all blocks that run at once must fit into the cache.
+BLOCKS: dict[int, dict[int, tuple[int, int, int, int]]] = {
+    4: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 1024: (8, 1024, 8, 128), 16384: (8, 1024, 16, 128)},
+    2: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 512: (16, 512, 8, 128), 16384: (16, 512, 8, 128)},
+}
 #: The fields of a record, in the order of the constants in kernels.py.
 RECORD_FIELDS = (
     *("weight", "average", "step", "skipped", "scale", "radius", "buffer"),
@@ -53,6 +60,22 @@ class Split(NamedTuple):
     is_strided: bool
 
 
+class Block(NamedTuple):
+    """The neurons of a program that are not contiguous, and the elements of each that it holds at once.
+
+    ``fold`` is 0 if it holds all; if not, how many elements of a chunk each thread adds up. ``axis`` is that of the
+    elements: 0 for neurons that lie side by side in memory.
+    """
+
+    neurons: int
+    elements: int
+    fold: int
+    axis: int
+    is_aligned: bool
+    warps: int
+    registers: int
+
+
 class Kind(NamedTuple):
     """The properties that tensors must share to be in one launch.
 
@@ -64,7 +87,7 @@ class Kind(NamedTuple):
     stochastic: bool
     momentum: bool
     tile: int
-    split: Split | None
+    split: Split | Block | None
     fix_mean: bool
     fix_norm: int
     scaled: bool
@@ -104,9 +127,13 @@ class Tables(NamedTuple):
 
 
 def is_aligned(line: Line) -> bool:
-    """Return whether a neuron's elements can be read sixteen bytes at a time."""
-    tensors = (line.job.parameter, line.job.grad, line.job.buffer)
-    strides = (line.layout.fan_in, line.layout.inner_stride, line.layout.outer_stride)
+    """Return whether a neuron's elements, or neurons that lie side by side, can be read sixteen bytes at a time."""
+    tensors, layout = (line.job.parameter, line.job.grad, line.job.buffer), line.layout
+    if layout.run < layout.fan_in or 1 not in (layout.stride, layout.inner_stride):
+        return False
+    strides = (layout.fan_in, layout.inner_stride, layout.outer_stride)
+    if _is_strided(layout):
+        strides = (layout.inner, layout.stride, layout.outer_stride)
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return not any(address % 16 for address in addresses) and not any(stride % 8 for stride in strides)
 
@@ -118,7 +145,7 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
     records: list[list[int]] = [[] for _ in lines]
     launches: list[tuple[Launch, Tensor]] = []
     sums = 0
-    for kind, members in _by_kind(lines).items():
+    for kind, members in _by_kind(lines, aligned).items():
         owners, shapes = array("i"), 0
         for i in members:
             line = lines[i]
@@ -146,31 +173,33 @@ def bits(number: float) -> int:
     return int(word)
 
 
-def _by_kind(lines: Sequence[Line]) -> dict[Kind, list[int]]:
+def _is_strided(layout: Layout) -> bool:
+    """Return whether neurons are nearer to each other in memory than their elements, as columns are."""
+    return layout.inner_stride < layout.stride and layout.inner > 1
+
+
+def _by_kind(lines: Sequence[Line], aligned: Sequence[bool]) -> dict[Kind, list[int]]:
     """Group the indices of lines by kind."""
     by_kind: dict[Kind, list[int]] = {}
     for i in sorted(range(len(lines)), key=lambda i: not lines[i].job.axes):  # gains and biases last
-        kind = _kind(lines[i])
+        kind = _kind(lines[i], aligned[i])
         if not lines[i].job.axes:  # constraints do not apply to them, so they join the first launch that fits
             kind = next((other for other in by_kind if other[:5] == kind[:5] and not other.split), kind)
         by_kind.setdefault(kind, []).append(i)
     return by_kind
 
 
-def _kind(line: Line) -> Kind:
+def _kind(line: Line, aligned: bool) -> Kind:
     job, layout, settings = line.job, line.layout, line.settings
-    tile, split = min(TILES), None
+    tile: int = min(TILES)
+    split: Split | Block | None = None
     if job.axes:
-        is_contiguous = layout.run == layout.fan_in and layout.stride == 1
-        if is_contiguous and layout.fan_in <= max(TILES):
-            tile = next(size for size in TILES if size >= layout.fan_in)
+        if layout.fan_in > max(TILES):
+            tile, split = SPLIT_TILE, _split(layout)
+        elif layout.run < layout.fan_in or layout.stride > 1:
+            tile, split = 0, _block(line, aligned)
         else:
-            tile = SPLIT_TILE
-            if layout.inner_stride < layout.stride and layout.inner > 1:
-                split = Split(SPLIT_NEURONS, SPLIT_TILE // SPLIT_NEURONS, True)
-            else:
-                length = min(SPLIT_TILE, 1 << (layout.fan_in - 1).bit_length())
-                split = Split(SPLIT_TILE // length, length, False)
+            tile = next(size for size in TILES if size >= layout.fan_in)
     return Kind(
         job.parameter.dtype,
         job.grad.dtype,
@@ -184,11 +213,32 @@ def _kind(line: Line) -> Kind:
     )
 
 
+def _split(layout: Layout) -> Split:
+    if _is_strided(layout):
+        return Split(SPLIT_NEURONS, SPLIT_TILE // SPLIT_NEURONS, True)
+    return Split(1, SPLIT_TILE, False)
+
+
+def _block(line: Line, aligned: bool) -> Block:
+    layout, size = line.layout, line.job.parameter.element_size()
+    blocks = BLOCKS[size]
+    longest = next(longest for longest in blocks if longest >= layout.fan_in)
+    neurons, elements, warps, registers = blocks[longest]
+    if line.job.buffer is not None:  # a third tensor to hold
+        warps = min(16, 2 * warps)
+    fold = 0
+    if longest > elements:
+        fold = max(1, neurons * elements * size // (16 * 32 * warps)) if _is_strided(layout) else 1
+    return Block(neurons, elements, fold, int(not _is_strided(layout)), aligned, warps, registers)
+
+
 def _tiling(line: Line, kind: Kind, aligned: bool) -> tuple[int, int, int]:
     """Return the shape code of a tensor's tiles, its number of programs, and its pieces per neuron."""
     from nero.backends.triton import kernels
 
     layout = line.layout
+    if isinstance(kind.split, Block):
+        return 0, -(-layout.neurons // kind.split.neurons), 0
     if kind.split is not None:
         pieces = -(-layout.fan_in // kind.split.elements)
         return 0, -(-layout.neurons // kind.split.neurons) * pieces, pieces
@@ -236,7 +286,7 @@ def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int
 def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
     import triton.language as tl
 
-    from nero.backends.triton import kernels, split_kernels
+    from nero.backends.triton import column_kernels, kernels, split_kernels
 
     names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     dtypes = {"W": names[kind.dtype], "G": names[kind.grad_dtype]}
@@ -246,6 +296,10 @@ def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
         "SCALED": kind.scaled,
         "STOCHASTIC": kind.stochastic,
     }
+    if isinstance(kind.split, Block):
+        block = dict(zip(("BN", "BK", "FOLD", "AXIS", "ALIGNED"), kind.split[:5], strict=True))
+        constants = {**dtypes, **block, **options, "MOMENTUM": kind.momentum}
+        return [Launch(column_kernels.turn_block, programs, constants, kind.split.warps, kind.split.registers)]
     warps, registers = TILES[kind.tile]
     if kind.momentum:
         registers = NOISY_MOMENTUM_REGISTERS if kind.stochastic and warps <= 4 else MOMENTUM_REGISTERS

@@ -12,7 +12,6 @@ from nero.backends.triton.kernels import (
     AVERAGE,
     BETA,
     BUFFER,
-    BUFFER_SHIFT,
     FAN_IN,
     FIELDS,
     FIRST_TILE,
@@ -29,11 +28,11 @@ from nero.backends.triton.kernels import (
     load_float,
     load_pointer,
     mean_of,
-    rounded,
     solve,
     summed,
     turn_precisely,
 )
+from nero.backends.triton.rounding_kernels import BUFFER_SHIFT, draw, noise_key, rounded
 
 #: A slice of a block, as a share of it: float64 needs more registers.
 SLICES = tl.constexpr(8)
@@ -63,17 +62,19 @@ def _load(
 
 @triton.jit
 def _store(
-    weight, buffer, sizes, noise, i, fan_in, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
-    W: tl.constexpr, AXIS: tl.constexpr, STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
+    weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
+    W: tl.constexpr, AXIS: tl.constexpr, FIX_NORM: tl.constexpr, STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
     """Turn a chunk and store it; neurons that do not move, or need float64, keep their values."""
     out = (w - tl.expand_dims(f, AXIS) * u - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
+    # write all neurons, moved or not: a mask by neuron would split vectorised stores
     out = tl.where(tl.expand_dims(moving & ordinary, AXIS), out, w)
-    where = tl.expand_dims(i * fan_in, AXIS) + tl.expand_dims(k, 1 - AXIS)
-    tl.store(weight + at, rounded(out, W, noise, where, STOCHASTIC), elements)
+    # keyed by k, since a thread holds elements of neighbouring neurons
+    bits = draw(noise, k, i, 1 - AXIS, not MOMENTUM) if STOCHASTIC else 0
+    tl.store(weight + at, rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1), elements)
     if MOMENTUM:
         m = tl.where(tl.expand_dims(ordinary, AXIS), mean_of(m, u, tl.load(sizes + 3)), m)
-        tl.store(buffer + at, rounded(m, W, noise, where, STOCHASTIC, BUFFER_SHIFT), elements)
+        tl.store(buffer + at, rounded(m, W, bits >> BUFFER_SHIFT, STOCHASTIC), elements)
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def turn_block(
     rate, least = tl.load(sizes), tl.load(sizes + 1)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+        noise = noise_key(noise, owner)
     weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))
     grad = grad.to(tl.pointer_type(G))
     buffer = weight
@@ -150,8 +151,8 @@ def turn_block(
     )  # fmt: skip
     if FOLD == 0:
         _store(
-            weight, buffer, sizes, noise, i, fan_in, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary, W,
-            AXIS, STOCHASTIC, MOMENTUM,
+            weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary, W,
+            AXIS, FIX_NORM, STOCHASTIC, MOMENTUM,
         )  # fmt: skip
     else:
         for first in range(0, fan_in, BK):
@@ -159,8 +160,8 @@ def turn_block(
                 weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM
             )
             _store(
-                weight, buffer, sizes, noise, i, fan_in, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
-                W, AXIS, STOCHASTIC, MOMENTUM,
+                weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
+                W, AXIS, FIX_NORM, STOCHASTIC, MOMENTUM,
             )  # fmt: skip
     tl.store(averages, average, inside & ordinary)
     turn_precisely(

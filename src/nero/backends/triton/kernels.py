@@ -17,6 +17,15 @@ new m is a mean of the old m and u, so that g is not needed after u is known.
 import triton
 import triton.language as tl
 
+from nero.backends.triton.rounding_kernels import (
+    BUFFER_SHIFT,
+    IS_INTERPRETED,
+    MAX_FLOAT32,
+    draw,
+    mixed,
+    noise_key,
+    rounded,
+)
 from nero.rule import SCALE_AT_ORIGIN
 
 # the fields of a record, in the order of tables.RECORD_FIELDS
@@ -47,7 +56,6 @@ FIRST_TILE = tl.constexpr(23)
 SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
 FIELDS = tl.constexpr(25)
 
-MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 #: The least normal float32: see nero.rule.least_length.
 TINY = tl.constexpr(2.0**-126)
 #: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
@@ -64,17 +72,12 @@ GROUP_WORDS = tl.constexpr(5)
 #: The numbers of a tensor in ``step_sizes``: η σ sqrt(1 - β^t), the least divisor, and the shares that u and the new m
 #: keep of the old m.
 SIZES = tl.constexpr(4)
-#: The buffer is rounded by the upper half of a random number, the weight by the lower half.
-BUFFER_SHIFT = tl.constexpr(16)
 
 
 @triton.jit
 def load_float(record, field: tl.constexpr):
     """Load a float from its bits."""
     return tl.load(record + field).to(tl.float64, bitcast=True)
-
-
-IS_INTERPRETED = tl.constexpr(not isinstance(load_float, triton.JITFunction))
 
 
 @triton.jit
@@ -124,33 +127,6 @@ def summed(a, b, c, d, e, AXIS: tl.constexpr):
     else:
         sums = tl.reduce((a, b, c, d, e), AXIS, _add)
     return sums
-
-
-@triton.jit
-def _drawn(noise, at, SHIFT: tl.constexpr):
-    drawn = tl.randint(noise, at)
-    return drawn >> SHIFT if SHIFT else drawn
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr, SHIFT: tl.constexpr = 0):
-    """Round to the dtype of the weights, as nero.rounding does; ``SHIFT`` selects bits of the noise."""
-    x = x.to(tl.float32)
-    if dtype != tl.float32:
-        largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
-        x = tl.where(tl.abs(x) <= MAX_FLOAT32, tl.minimum(tl.maximum(x, -largest), largest), x)
-    bits = x.to(tl.int32, bitcast=True)
-    if dtype == tl.bfloat16:  # also to nearest by hand, since Triton's interpreter rounds down
-        carry = (_drawn(noise, at, SHIFT) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
-        x = ((bits + carry) & -0x10000).to(tl.float32, bitcast=True)
-    elif STOCHASTIC:
-        exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is the exponent of 2**-24
-        quantum = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        chance = (_drawn(noise, at, SHIFT) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
-        size = tl.floor(tl.abs(x) * inverse + chance) * quantum
-        x = tl.where(bits < 0, -size, size)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -294,15 +270,14 @@ def turn_precisely(
             k, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
             g = tl.load(grad + at, some, 0).to(tl.float64)
             w = tl.load(weight + at, some, 0).to(tl.float64)
-            where = tl.expand_dims(i * fan_in, AXIS) + tl.expand_dims(k, 1 - AXIS)
+            bits = draw(noise, i, k, AXIS, False) if STOCHASTIC else 0
             if MOMENTUM:
                 m = tl.load(buffer + at, some, 0).to(tl.float64)
                 g = mean_of(m, g, tl.load(sizes + 2))
-                m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, where, STOCHASTIC, BUFFER_SHIFT)
+                m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
                 tl.store(buffer + at, m, some & tl.expand_dims(finite, AXIS))
             out = (w - tl.expand_dims(f, AXIS) * g - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
-            out = rounded(out, W, noise, where, STOCHASTIC)
-            tl.store(weight + at, out, some & tl.expand_dims(moving, AXIS))
+            tl.store(weight + at, rounded(out, W, bits, STOCHASTIC), some & tl.expand_dims(moving, AXIS))
         tl.store(averages, average, inside)
         skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
         if skipped > 0:
@@ -335,7 +310,10 @@ def _turn_tile(
     inside = i < neurons
     starts = (i // inner) * outer_stride + (i % inner) * inner_stride
     k = tl.arange(0, WIDTH)
-    elements = inside[:, None] & (k < fan_in)[None, :]
+    within = k < fan_in
+    if not ALIGNED:  # the fan-in is over half of the width: saves half of the masks, of which each takes instructions
+        within |= k < WIDTH // 2
+    elements = inside[:, None] & within[None, :]
     at = starts[:, None] + k[None, :]
     g = tl.load(grad + at, elements, 0).to(tl.float32)
     w = tl.load(weight + at, elements, 0).to(tl.float32)
@@ -360,13 +338,12 @@ def _turn_tile(
         one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
-    # write all neurons, moved or not: a mask by neuron would split vectorised stores
-    out = tl.where((moving & ordinary)[:, None], out, w)
-    where = i[:, None] * fan_in + k[None, :]
-    tl.store(weight + at, rounded(out, W, noise, where, STOCHASTIC), elements)
+    bits = draw(noise, i, k, 1, not MOMENTUM) if STOCHASTIC else 0
+    out = rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1)
+    tl.store(weight + at, out, elements & (moving & ordinary)[:, None])
     if MOMENTUM:
-        m = tl.where(ordinary[:, None], mean_of(m, g, tl.load(sizes + 3)), m)
-        tl.store(buffer + at, rounded(m, W, noise, where, STOCHASTIC, BUFFER_SHIFT), elements)
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        tl.store(buffer + at, m, elements & ordinary[:, None])
     tl.store(averages, average, inside & ordinary)
     turn_precisely(
         record, weight, grad, buffer, sizes, noise, i, inside & ~ordinary, starts, fan_in, averages, old_average,
@@ -409,9 +386,10 @@ def _nudge_tile(
     change = rate * g / tl.where(moving, divisor, 1.0)
     out = b - change
     moving &= (change != 0) & (tl.abs(out) <= MAX_FLOAT32)
-    tl.store(weight, rounded(out, W, noise, i, STOCHASTIC), moving)
+    bits = mixed(i, noise.to(tl.uint32), (noise >> 32).to(tl.uint32)) if STOCHASTIC else 0
+    tl.store(weight, rounded(out, W, bits, STOCHASTIC), moving)
     if MOMENTUM:
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, i, STOCHASTIC, BUFFER_SHIFT)
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, inside & finite)
     tl.store(averages, average, inside)
     skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
@@ -436,7 +414,7 @@ def step(
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+        noise = noise_key(noise, owner)
     for each in tl.static_range(0, 2 * 15):
         if (SHAPES >> each) & 1:
             if shape == each:

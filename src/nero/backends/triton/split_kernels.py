@@ -10,7 +10,6 @@ from nero.backends.triton.kernels import (
     AVERAGE,
     BETA,
     BUFFER,
-    BUFFER_SHIFT,
     FAN_IN,
     FIELDS,
     FIRST_TILE,
@@ -29,14 +28,14 @@ from nero.backends.triton.kernels import (
     mean_of,
     neuron_offset,
     offset_of,
-    rounded,
     solve,
 )
+from nero.backends.triton.rounding_kernels import BUFFER_SHIFT, draw, noise_key, rounded
 
 
 @triton.jit
 def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr):
-    """Return the neurons and elements of a split tile: indices, mask, offsets, positions and element mask."""
+    """Return the neurons and elements of a split tile: indices of both, mask, offsets, element mask."""
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
     pieces = tl.cdiv(fan_in, BK)
     i = (tile // pieces) * BN + tl.arange(0, BN)
@@ -45,10 +44,9 @@ def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constex
     steps = offset_of(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
     axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis if they lie side by side in memory
     at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
-    where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
     inside = i < tl.load(record + NEURONS)
     elements = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
-    return i, inside, at, where, elements
+    return i, k, inside, at, elements
 
 
 @triton.jit
@@ -63,7 +61,7 @@ def measure(
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, _, elements = _piece(record, tile, BN, BK, STRIDED)
+    i, _, inside, at, elements = _piece(record, tile, BN, BK, STRIDED)
     g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
     w = tl.load(load_pointer(record, WEIGHT, W) + at, elements, 0).to(tl.float64)
     if MOMENTUM:
@@ -98,7 +96,7 @@ def turn(
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, where, elements = _piece(record, tile, BN, BK, STRIDED)
+    i, k, inside, at, elements = _piece(record, tile, BN, BK, STRIDED)
     sizes = step_sizes + SIZES * owner
     neurons = tl.load(record + NEURONS)
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
@@ -130,15 +128,17 @@ def turn(
     g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
     w = tl.load(weight, elements, 0).to(tl.float64)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+        bits = draw(noise_key(noise, owner), i, k, axis, False)
+    else:
+        bits = 0
     if MOMENTUM:
         buffer = load_pointer(record, BUFFER, W) + at
         m = tl.load(buffer, elements, 0).to(tl.float64)
         g = mean_of(m, g, tl.load(sizes + 2))
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, where, STOCHASTIC, BUFFER_SHIFT)
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, elements & tl.expand_dims(finite, axis))
     out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
-    tl.store(weight, rounded(out, W, noise, where, STOCHASTIC), elements & tl.expand_dims(moving, axis))
+    tl.store(weight, rounded(out, W, bits, STOCHASTIC), elements & tl.expand_dims(moving, axis))
     if tile % pieces == 0:
         tl.store(load_pointer(record, AVERAGE, tl.float32) + i, average, inside)
         skipped = tl.sum((inside & ~finite).to(tl.int32), 0)

@@ -13,13 +13,24 @@ from torch import Tensor
 from nero.backends.job import HasGrad, Job, Settings
 from nero.backends.layout import Layout
 
-#: Elements per program: its warps, and its registers per thread where Triton's own choice would let too few
-#: programs run at once. A tensor gets the first tile that holds a neuron.
-TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
-#: Registers per thread with momentum: its buffer is a third tile, and its noise a fourth.
-MOMENTUM_REGISTERS, NOISY_MOMENTUM_REGISTERS = 128, 192
+
+class Tile(NamedTuple):
+    """The warps of a program, and its registers per thread, where Triton's own choice would let too few run at once."""
+
+    warps: int
+    registers: int | None
+    momentum_registers: int = 128  # the buffer is a third tensor to hold
+
+
+#: The tiles of contiguous neurons, by bytes and number of elements. A tensor gets the first that holds a neuron.
+TILES: dict[int, dict[int, Tile]] = {
+    4: {1024: Tile(1, 96), 4096: Tile(4, 128), 8192: Tile(8, None), 16384: Tile(16, None)},
+    2: {1024: Tile(1, 96), 2048: Tile(2, 96), 4096: Tile(4, 96), 8192: Tile(8, 80), 16384: Tile(16, None)},
+}
+#: The longest neuron that one program steps.
+MAX_FAN_IN = 16384
 #: Elements per program for neurons that are split: longer than the largest tile.
-SPLIT_TILE = 8192
+SPLIT_TILE, SPLIT_WARPS = 8192, 8
 #: The blocks of neurons that are not contiguous, by bytes per element and longest fan-in: neurons, elements of each
 #: that a program holds at once, warps and registers. A block is at least 32 bytes wide, which memory moves at once.
 #: Longer neurons are read twice, so all blocks that run at once must fit into the cache.
@@ -191,15 +202,16 @@ def _by_kind(lines: Sequence[Line], aligned: Sequence[bool]) -> dict[Kind, list[
 
 def _kind(line: Line, aligned: bool) -> Kind:
     job, layout, settings = line.job, line.layout, line.settings
-    tile: int = min(TILES)
+    tiles = TILES[job.parameter.element_size()]
+    tile: int = min(tiles)
     split: Split | Block | None = None
     if job.axes:
-        if layout.fan_in > max(TILES):
+        if layout.fan_in > MAX_FAN_IN:
             tile, split = SPLIT_TILE, _split(layout)
         elif layout.run < layout.fan_in or layout.stride > 1:
             tile, split = 0, _block(line, aligned)
         else:
-            tile = next(size for size in TILES if size >= layout.fan_in)
+            tile = next(size for size in tiles if size >= layout.fan_in)
     return Kind(
         job.parameter.dtype,
         job.grad.dtype,
@@ -300,16 +312,15 @@ def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
         block = dict(zip(("BN", "BK", "FOLD", "AXIS", "ALIGNED"), kind.split[:5], strict=True))
         constants = {**dtypes, **block, **options, "MOMENTUM": kind.momentum}
         return [Launch(column_kernels.turn_block, programs, constants, kind.split.warps, kind.split.registers)]
-    warps, registers = TILES[kind.tile]
-    if kind.momentum:
-        registers = NOISY_MOMENTUM_REGISTERS if kind.stochastic and warps <= 4 else MOMENTUM_REGISTERS
     if kind.split is None:
         constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options, "MOMENTUM": kind.momentum}
-        return [Launch(kernels.step, programs, constants, warps, registers)]
-    tile = {**dtypes, **dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True)), "MOMENTUM": kind.momentum}
+        tile = TILES[kind.dtype.itemsize][kind.tile]
+        registers = tile.momentum_registers if kind.momentum else tile.registers
+        return [Launch(kernels.step, programs, constants, tile.warps, registers)]
+    constants = {**dtypes, **dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True)), "MOMENTUM": kind.momentum}
     return [
-        Launch(split_kernels.measure, programs, tile, warps),
-        Launch(split_kernels.turn, programs, {**tile, **options}, warps),
+        Launch(split_kernels.measure, programs, constants, SPLIT_WARPS),
+        Launch(split_kernels.turn, programs, {**constants, **options}, SPLIT_WARPS),
     ]
 
 

@@ -73,7 +73,7 @@ def test_columns_of_every_length_agree_with_oracle(fan_in: int):
 
 def test_sweep_of_every_tile_agrees_with_oracle():
     """Rows of every width and alignment, columns, segments, gains: all in one sweep."""
-    widths = [5, 8, 24, 130, 256, 600, 1000, 1024, 1500, 2304, 5000, 9000]
+    widths = [5, 8, 24, 130, 256, 257, 511, 513, 600, 1000, 1024, 1500, 2304, 5000, 9000]
     cases = [rows(3, width) for width in widths] + [columns(300, 70), columns(9, 5)]
     cases += [Case("kernels", (40, 6, 3, 3), axes=(0, 2, 3)), Case("gains", (700,), "gain")]
     optimiser = check(cases)

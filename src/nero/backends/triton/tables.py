@@ -27,10 +27,13 @@ TILES: dict[int, dict[int, Tile]] = {
     4: {1024: Tile(1, 96), 4096: Tile(4, 128), 8192: Tile(8, None), 16384: Tile(16, None)},
     2: {1024: Tile(1, 96), 2048: Tile(2, 96), 4096: Tile(4, 96), 8192: Tile(8, 80), 16384: Tile(16, None)},
 }
+#: For longer rows that cannot be read sixteen bytes at a time: with two rows, a program could not load both at once.
+UNALIGNED_TILES = {512: Tile(1, 64, 96)}
+MIN_UNALIGNED_FAN_IN = 257
 #: The longest neuron that one program steps.
 MAX_FAN_IN = 16384
 #: Elements per program for neurons that are split: longer than the largest tile.
-SPLIT_TILE, SPLIT_WARPS = 8192, 8
+SPLIT_TILE, SPLIT_WARPS = 4096, 8
 #: The blocks of neurons that are not contiguous, by bytes per element and longest fan-in: neurons, elements of each
 #: that a program holds at once, warps and registers. A block is at least 32 bytes wide, which memory moves at once.
 #: Longer neurons are read twice, so all blocks that run at once must fit into the cache.
@@ -45,8 +48,8 @@ RECORD_FIELDS = (
     *("beta", "one_minus_beta", "log_beta", "least_divisor", "given_scale", "pull"),
     *("group", "shape", "first_tile", "sums"),
 )
-#: Neurons side by side in a split tile of strided neurons: one cache line of float32.
-SPLIT_NEURONS = 32
+#: The width of a split tile of neurons that lie side by side: what memory moves at once. Wider ones have more pieces.
+SPLIT_BYTES = 32
 
 
 class Line(NamedTuple):
@@ -64,11 +67,13 @@ class Line(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The shape of a split tile, and whether neurons lie side by side in memory."""
+    """The shape of a split tile, and whether neurons lie side by side in memory, or are contiguous, and aligned."""
 
     neurons: int
     elements: int
     is_strided: bool
+    is_contiguous: bool
+    is_aligned: bool
 
 
 class Block(NamedTuple):
@@ -189,6 +194,10 @@ def _is_strided(layout: Layout) -> bool:
     return layout.inner_stride < layout.stride and layout.inner > 1
 
 
+def _is_contiguous(layout: Layout) -> bool:
+    return layout.run == layout.fan_in and layout.stride == 1
+
+
 def _by_kind(lines: Sequence[Line], aligned: Sequence[bool]) -> dict[Kind, list[int]]:
     """Group the indices of lines by kind."""
     by_kind: dict[Kind, list[int]] = {}
@@ -207,10 +216,12 @@ def _kind(line: Line, aligned: bool) -> Kind:
     split: Split | Block | None = None
     if job.axes:
         if layout.fan_in > MAX_FAN_IN:
-            tile, split = SPLIT_TILE, _split(layout)
-        elif layout.run < layout.fan_in or layout.stride > 1:
+            tile, split = SPLIT_TILE, _split(layout, aligned, SPLIT_BYTES // job.parameter.element_size())
+        elif not _is_contiguous(layout):
             tile, split = 0, _block(line, aligned)
         else:
+            if not aligned and layout.fan_in >= MIN_UNALIGNED_FAN_IN:
+                tiles = UNALIGNED_TILES | tiles
             tile = next(size for size in tiles if size >= layout.fan_in)
     return Kind(
         job.parameter.dtype,
@@ -225,10 +236,11 @@ def _kind(line: Line, aligned: bool) -> Kind:
     )
 
 
-def _split(layout: Layout) -> Split:
+def _split(layout: Layout, aligned: bool, side_by_side: int) -> Split:
     if _is_strided(layout):
-        return Split(SPLIT_NEURONS, SPLIT_TILE // SPLIT_NEURONS, True)
-    return Split(1, SPLIT_TILE, False)
+        return Split(side_by_side, SPLIT_TILE // side_by_side, True, False, False)
+    is_contiguous = _is_contiguous(layout)
+    return Split(1, SPLIT_TILE, False, is_contiguous, is_contiguous and aligned)
 
 
 def _block(line: Line, aligned: bool) -> Block:
@@ -314,10 +326,11 @@ def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
         return [Launch(column_kernels.turn_block, programs, constants, kind.split.warps, kind.split.registers)]
     if kind.split is None:
         constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options, "MOMENTUM": kind.momentum}
-        tile = TILES[kind.dtype.itemsize][kind.tile]
+        tile = (UNALIGNED_TILES | TILES[kind.dtype.itemsize])[kind.tile]
         registers = tile.momentum_registers if kind.momentum else tile.registers
         return [Launch(kernels.step, programs, constants, tile.warps, registers)]
-    constants = {**dtypes, **dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True)), "MOMENTUM": kind.momentum}
+    names_of_split = ("BN", "BK", "STRIDED", "CONTIGUOUS", "ALIGNED")
+    constants = {**dtypes, **dict(zip(names_of_split, kind.split, strict=True)), "MOMENTUM": kind.momentum}
     return [
         Launch(split_kernels.measure, programs, constants, SPLIT_WARPS),
         Launch(split_kernels.turn, programs, {**constants, **options}, SPLIT_WARPS),

@@ -1,4 +1,4 @@
-"""Triton kernels for neurons that are split: longer than a tile, or strided in memory.
+"""Triton kernels for neurons that are split, since they are longer than a program can hold.
 
 One launch measures the five sums of every piece, the next turns the neurons. See :mod:`nero.backends.triton.kernels`.
 """
@@ -63,7 +63,7 @@ def measure(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STRIDED: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a split tile: neurons too long for one program, or strided in memory."""
+    """Sum over a split tile."""
     owner = tl.load(owners + tl.program_id(0))
     grad = tl.load(changing + owner)
     if grad == 0:

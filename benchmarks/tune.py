@@ -73,8 +73,10 @@ def trials(is_quick: bool) -> list[Trial]:
         Trial("columns of 3072", long, BLOCKS[4], [{}, *({16384: entry} for entry in two_passes)]),
     ]
     for name, options in half.items():
-        with_columns = [{}, *({16384: entry} for entry in half_blocks), {1024: (16, 1024, 16, 128)}]
-        made.append(Trial(f"columns, bf16{name}", short, BLOCKS[2], with_columns, torch.bfloat16, options))
+        with_columns = [{}, *({2048: entry} for entry in half_blocks)]
+        made.append(Trial(f"columns of 768, bf16{name}", short, BLOCKS[2], with_columns, torch.bfloat16, options))
+        with_long = [{}, {16384: (16, 512, 8, 128)}, {16384: (16, 512, 16, 64)}]
+        made.append(Trial(f"columns of 3072, bf16{name}", long, BLOCKS[2], with_long, torch.bfloat16, options))
         registers = [112, 144, 168] if "momentum" in options else [80, 112, 128]
         narrow: list[Entries] = [{2048: Tile(2, each, each)} for each in registers]
         broad: list[Entries] = [{8192: Tile(8, each, each)} for each in registers] + [{8192: Tile(16, 64, 64)}]

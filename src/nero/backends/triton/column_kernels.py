@@ -80,8 +80,11 @@ def _store(
 @triton.jit
 def _folded(x, BN: tl.constexpr, BK: tl.constexpr, AXIS: tl.constexpr, FOLD: tl.constexpr):
     """Add up elements that one thread holds, so that sums over chunks need few registers."""
-    shape: tl.constexpr = [FOLD, BK // FOLD, BN] if AXIS == 0 else [BN, FOLD, BK // FOLD]
-    return tl.sum(tl.reshape(x, shape), AXIS)
+    if AXIS == 0:
+        x = tl.reshape(x, [FOLD, BK // FOLD, BN])
+    else:
+        x = tl.reshape(x, [BN, FOLD, BK // FOLD])
+    return tl.sum(x, AXIS)
 
 
 @triton.jit

@@ -30,8 +30,8 @@ TILES: dict[int, dict[int, Tile]] = {
 #: For longer rows that cannot be read sixteen bytes at a time: with two rows, a program could not load both at once.
 UNALIGNED_TILES = {512: Tile(1, 64, 96)}
 MIN_UNALIGNED_FAN_IN = 257
-#: The longest neuron that one program steps.
-MAX_FAN_IN = 16384
+#: The longest neuron that one program steps, and its warps at most.
+MAX_FAN_IN, MAX_WARPS = 16384, 16
 #: Elements per program for neurons that are split: longer than the largest tile.
 SPLIT_TILE, SPLIT_WARPS = 4096, 8
 #: The blocks of neurons that are not contiguous, by bytes per element and longest fan-in: neurons, elements of each
@@ -39,7 +39,12 @@ SPLIT_TILE, SPLIT_WARPS = 4096, 8
 #: Longer neurons are read twice, so all blocks that run at once must fit into the cache.
 BLOCKS: dict[int, dict[int, tuple[int, int, int, int]]] = {
     4: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 1024: (8, 1024, 8, 128), 16384: (8, 1024, 16, 128)},
-    2: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 512: (16, 512, 8, 128), 16384: (16, 512, 8, 128)},
+    2: {
+        64: (64, 64, 4, 128),
+        256: (32, 256, 8, 128),
+        2048: (16, 512, 8, 128),
+        16384: (16, 1024, 16, 128),
+    },
 }
 #: The fields of a record, in the order of the constants in kernels.py.
 RECORD_FIELDS = (
@@ -248,12 +253,19 @@ def _block(line: Line, aligned: bool) -> Block:
     blocks = BLOCKS[size]
     longest = next(longest for longest in blocks if longest >= layout.fan_in)
     neurons, elements, warps, registers = blocks[longest]
-    if line.job.buffer is not None:  # a third tensor to hold
-        warps = min(16, 2 * warps)
-    fold = 0
-    if longest > elements:
-        fold = max(1, neurons * elements * size // (16 * 32 * warps)) if _is_strided(layout) else 1
-    return Block(neurons, elements, fold, int(not _is_strided(layout)), aligned, warps, registers)
+    is_strided = _is_strided(layout)
+    is_whole = elements == longest
+    # what a thread can hold: less of three tensors, of elements that each need an address, and if sums are not folded
+    most = 32 if aligned and line.job.buffer is None else 16 if is_strided or is_whole else 8
+    while neurons * elements > most * 32 * warps:
+        if warps < MAX_WARPS:
+            warps *= 2
+        elif is_whole:
+            break
+        else:
+            elements //= 2
+    fold = 0 if is_whole else max(1, neurons * elements * size // (16 * 32 * warps)) if is_strided else 1
+    return Block(neurons, elements, fold, int(not is_strided), aligned, warps, registers)
 
 
 def _tiling(line: Line, kind: Kind, aligned: bool) -> tuple[int, int, int]:

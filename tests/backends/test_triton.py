@@ -64,9 +64,16 @@ def test_turn_every_fan_in_agrees_with_oracle(fan_in: int):
     check([rows(3 if fan_in < 10_000 else 1, fan_in)])
 
 
+@pytest.mark.parametrize("fan_in", [64, 65, 256, 257, 1024, 1025, 2047, 16_384, 16_385])
+def test_columns_of_every_length_agree_with_oracle(fan_in: int):
+    """Neurons side by side, whose number is a multiple of eight and is not, and further apart than their elements."""
+    cases = [columns(fan_in, 3), columns(fan_in, 8), Case("gaps", (2, fan_in), layout="gaps")]
+    check(cases if fan_in < 10_000 else cases[:1], steps=1 if fan_in > 10_000 else 2)
+
+
 def test_sweep_of_every_tile_agrees_with_oracle():
     """Rows of every width and alignment, columns, segments, gains: all in one sweep."""
-    widths = [5, 8, 24, 130, 256, 600, 1000, 1024, 1500, 2304, 5000, 9000]
+    widths = [5, 8, 24, 130, 256, 257, 511, 513, 600, 1000, 1024, 1500, 2304, 5000, 9000]
     cases = [rows(3, width) for width in widths] + [columns(300, 70), columns(9, 5)]
     cases += [Case("kernels", (40, 6, 3, 3), axes=(0, 2, 3)), Case("gains", (700,), "gain")]
     optimiser = check(cases)

@@ -15,6 +15,7 @@ import pytest
 import step
 import tables
 import torch
+import tune
 import watch_cost
 
 from nero.backends import eager
@@ -75,6 +76,16 @@ def test_momentum_is_timed_beside_the_others(tmp_path: Path):
     for row in rows.values():
         moved = row["bytes_per_parameter"] * row["parameters"] / (row["milliseconds"] / 1e3)
         assert row["of_copy_bandwidth"] == pytest.approx(moved / found["copy_bytes_per_second"], rel=0.02, abs=1e-4)
+
+
+def test_tuning_leaves_the_tables_as_they_were(capsys: pytest.CaptureFixture[str]):
+    trials = {trial.name: trial for trial in tune.trials(is_quick=True)}
+    before = {name: dict(trial.table) for name, trial in trials.items()}
+    assert tune.main(["--quick", "rows of 511"]) == 0
+    assert {name: trial.table for name, trial in trials.items()} == before
+    name, *lines = capsys.readouterr().out.splitlines()[1:]
+    assert name == "rows of 511"
+    assert [line.partition(" us, ")[0].rpartition(":")[0] for line in lines] == ["  as in the table", "  512: none"]
 
 
 def test_sections_of_the_same_machine_are_merged(record: Path, tmp_path: Path):

@@ -17,6 +17,15 @@ new m is a mean of the old m and u, so that g is not needed after u is known.
 import triton
 import triton.language as tl
 
+from nero.backends.triton.rounding_kernels import (
+    BUFFER_SHIFT,
+    IS_INTERPRETED,
+    MAX_FLOAT32,
+    draw,
+    mixed,
+    noise_key,
+    rounded,
+)
 from nero.rule import SCALE_AT_ORIGIN
 
 # the fields of a record, in the order of tables.RECORD_FIELDS
@@ -47,7 +56,6 @@ FIRST_TILE = tl.constexpr(23)
 SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
 FIELDS = tl.constexpr(25)
 
-MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 #: The least normal float32: see nero.rule.least_length.
 TINY = tl.constexpr(2.0**-126)
 #: (16 eps)², as in nero.rule.project: the rounding error of a constant neuron is not a direction.
@@ -64,8 +72,6 @@ GROUP_WORDS = tl.constexpr(5)
 #: The numbers of a tensor in ``step_sizes``: η σ sqrt(1 - β^t), the least divisor, and the shares that u and the new m
 #: keep of the old m.
 SIZES = tl.constexpr(4)
-#: The buffer is rounded by the upper half of a random number, the weight by the lower half.
-BUFFER_SHIFT = tl.constexpr(16)
 
 
 @triton.jit
@@ -95,36 +101,32 @@ def neuron_offset(record, i):
 
 
 @triton.jit
+def element_offset(record, k, CONTIGUOUS: tl.constexpr):
+    """Return the offset of element k from the start of its neuron."""
+    if not CONTIGUOUS:
+        k = offset_of(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
+    return k
+
+
+@triton.jit
 def mean_of(old, new, share):
     """Return a weighted mean; ``share`` is the weight of the old."""
     return share.to(new.dtype) * old + (1 - share).to(new.dtype) * new
 
 
 @triton.jit
-def _drawn(noise, at, SHIFT: tl.constexpr):
-    drawn = tl.randint(noise, at)
-    return drawn >> SHIFT if SHIFT else drawn
+def _add(a, b, c, d, e, v, w, x, y, z):
+    return a + v, b + w, c + x, d + y, e + z
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, noise, at, STOCHASTIC: tl.constexpr, SHIFT: tl.constexpr = 0):
-    """Round to the dtype of the weights, as nero.rounding does; ``SHIFT`` selects bits of the noise."""
-    x = x.to(tl.float32)
-    if dtype != tl.float32:
-        largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 3.3895313892515355e38
-        x = tl.where(tl.abs(x) <= MAX_FLOAT32, tl.minimum(tl.maximum(x, -largest), largest), x)
-    bits = x.to(tl.int32, bitcast=True)
-    if dtype == tl.bfloat16:  # also to nearest by hand, since Triton's interpreter rounds down
-        carry = (_drawn(noise, at, SHIFT) & 0xFFFF).to(tl.int32) if STOCHASTIC else 0x7FFF + ((bits >> 16) & 1)
-        x = ((bits + carry) & -0x10000).to(tl.float32, bitcast=True)
-    elif STOCHASTIC:
-        exponent = tl.maximum(((bits >> 23) & 0xFF) - 10, 103)  # 103 is the exponent of 2**-24
-        quantum = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        chance = (_drawn(noise, at, SHIFT) & 0x1FFF).to(tl.float32) * (1.0 / 0x2000)
-        size = tl.floor(tl.abs(x) * inverse + chance) * quantum
-        x = tl.where(bits < 0, -size, size)
-    return x.to(dtype)
+def summed(a, b, c, d, e, AXIS: tl.constexpr):
+    """Sum five tiles along an axis, in one exchange between warps."""
+    if IS_INTERPRETED:  # the interpreter calls _add for each element
+        sums = tl.sum(a, AXIS), tl.sum(b, AXIS), tl.sum(c, AXIS), tl.sum(d, AXIS), tl.sum(e, AXIS)
+    else:
+        sums = tl.reduce((a, b, c, d, e), AXIS, _add)
+    return sums
 
 
 @triton.jit
@@ -215,6 +217,74 @@ def solve(
 
 
 @triton.jit
+def _slice(record, starts, inside, number, fan_in, SLICE: tl.constexpr, AXIS: tl.constexpr, CONTIGUOUS: tl.constexpr):
+    """Return the elements of a slice of some neurons: indices, offsets and mask."""
+    k = number * SLICE + tl.arange(0, SLICE)
+    steps = element_offset(record, k, CONTIGUOUS)
+    at = tl.expand_dims(starts, AXIS) + tl.expand_dims(steps, 1 - AXIS)
+    return k, at, tl.expand_dims(inside, AXIS) & tl.expand_dims(k < fan_in, 1 - AXIS)
+
+
+@triton.jit
+def turn_precisely(
+    record, weight, grad, buffer, sizes, noise, i, inside, starts, fan_in, averages, old_average, square, radius, rate,
+    least, slices, SLICE: tl.constexpr, AXIS: tl.constexpr, CONTIGUOUS: tl.constexpr, W: tl.constexpr,
+    FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+):  # fmt: skip
+    """Turn the neurons ``inside`` slice by slice, in float64. ``AXIS`` is that of their elements."""
+    beta = load_float(record, BETA)
+    if tl.sum(inside.to(tl.int32), 0) > 0:
+        # dead units, of which some networks have many, have a zero gradient: their averages decay
+        peak = tl.zeros_like(square)
+        for slice in range(slices):
+            _, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
+            g = tl.load(grad + at, some, 0).to(tl.float32)
+            peak = tl.maximum(peak, tl.max(tl.abs(g), AXIS))
+            if MOMENTUM:
+                m = tl.load(buffer + at, some, 0).to(tl.float32)
+                peak = tl.maximum(peak, tl.max(tl.abs(m), AXIS))
+        dead = (square == 0) & (peak == 0)
+        tl.store(averages, (old_average.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), inside & dead)
+        inside &= ~dead
+    if tl.sum(inside.to(tl.int32), 0) > 0:
+        sum_w = tl.zeros_like(square).to(tl.float64)
+        sum_g, sum_ww, sum_gg, sum_wg = sum_w, sum_w, sum_w, sum_w
+        for slice in range(slices):
+            _, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
+            g = tl.load(grad + at, some, 0).to(tl.float64)
+            w = tl.load(weight + at, some, 0).to(tl.float64)
+            if MOMENTUM:
+                m = tl.load(buffer + at, some, 0).to(tl.float64)
+                g = mean_of(m, g, tl.load(sizes + 2))
+            sum_w += tl.sum(w, AXIS)
+            sum_g += tl.sum(g, AXIS)
+            sum_ww += tl.sum(w * w, AXIS)
+            sum_gg += tl.sum(g * g, AXIS)
+            sum_wg += tl.sum(w * g, AXIS)
+        average, f, mean, stretch, moving, finite, _ = solve(
+            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, load_float(record, ONE_MINUS_BETA), rate,
+            least, radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
+        )  # fmt: skip
+        for slice in range(slices):
+            k, at, some = _slice(record, starts, inside, slice, fan_in, SLICE, AXIS, CONTIGUOUS)
+            g = tl.load(grad + at, some, 0).to(tl.float64)
+            w = tl.load(weight + at, some, 0).to(tl.float64)
+            bits = draw(noise, i, k, AXIS, False) if STOCHASTIC else 0
+            if MOMENTUM:
+                m = tl.load(buffer + at, some, 0).to(tl.float64)
+                g = mean_of(m, g, tl.load(sizes + 2))
+                m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+                tl.store(buffer + at, m, some & tl.expand_dims(finite, AXIS))
+            out = (w - tl.expand_dims(f, AXIS) * g - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
+            tl.store(weight + at, rounded(out, W, bits, STOCHASTIC), some & tl.expand_dims(moving, AXIS))
+        tl.store(averages, average, inside)
+        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
+        if skipped > 0:
+            tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+
+
+@triton.jit
 def _turn_tile(
     record, grad, rate, least, sizes, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
@@ -240,10 +310,14 @@ def _turn_tile(
     inside = i < neurons
     starts = (i // inner) * outer_stride + (i % inner) * inner_stride
     k = tl.arange(0, WIDTH)
-    elements = inside[:, None] & (k < fan_in)[None, :]
+    within = k < fan_in
+    if not ALIGNED:  # the fan-in is over half of the width: saves half of the masks, of which each takes instructions
+        within |= k < WIDTH // 2
+    elements = inside[:, None] & within[None, :]
     at = starts[:, None] + k[None, :]
     g = tl.load(grad + at, elements, 0).to(tl.float32)
     w = tl.load(weight + at, elements, 0).to(tl.float32)
+    buffer = weight
     if MOMENTUM:
         buffer = tl.load(record + BUFFER).to(tl.pointer_type(W))
         if ALIGNED:
@@ -264,70 +338,18 @@ def _turn_tile(
         one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
-    # write all neurons, moved or not: a mask by neuron would split vectorised stores
-    out = tl.where((moving & ordinary)[:, None], out, w)
-    where = i[:, None] * fan_in + k[None, :]
-    tl.store(weight + at, rounded(out, W, noise, where, STOCHASTIC), elements)
+    bits = draw(noise, i, k, 1, not MOMENTUM) if STOCHASTIC else 0
+    out = rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1)
+    tl.store(weight + at, out, elements & (moving & ordinary)[:, None])
     if MOMENTUM:
-        m = tl.where(ordinary[:, None], mean_of(m, g, tl.load(sizes + 3)), m)
-        tl.store(buffer + at, rounded(m, W, noise, where, STOCHASTIC, BUFFER_SHIFT), elements)
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        tl.store(buffer + at, m, elements & ordinary[:, None])
     tl.store(averages, average, inside & ordinary)
-    inside &= ~ordinary
-    if tl.sum(inside.to(tl.int32), 0) > 0:
-        # dead units, of which some networks have many, have a zero gradient: their averages decay
-        peak = tl.zeros([ROWS], tl.float32)
-        for slice in range(WIDTH // SLICE):
-            ks = slice * SLICE + tl.arange(0, SLICE)
-            some = inside[:, None] & (ks < fan_in)[None, :]
-            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
-            peak = tl.maximum(peak, tl.max(tl.abs(gs), 1))
-            if MOMENTUM:
-                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float32)
-                peak = tl.maximum(peak, tl.max(tl.abs(ms), 1))
-        dead = (square == 0) & (peak == 0)
-        tl.store(averages, (old_average.to(tl.float64) * tl.sqrt(beta)).to(tl.float32), inside & dead)
-        inside &= ~dead
-    if tl.sum(inside.to(tl.int32), 0) > 0:
-        sum_w = tl.zeros([ROWS], tl.float64)
-        sum_g = tl.zeros([ROWS], tl.float64)
-        sum_ww = tl.zeros([ROWS], tl.float64)
-        sum_gg = tl.zeros([ROWS], tl.float64)
-        sum_wg = tl.zeros([ROWS], tl.float64)
-        for slice in range(WIDTH // SLICE):
-            ks = slice * SLICE + tl.arange(0, SLICE)
-            some = inside[:, None] & (ks < fan_in)[None, :]
-            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            if MOMENTUM:
-                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-                gs = mean_of(ms, gs, tl.load(sizes + 2))
-            sum_w += tl.sum(ws, 1)
-            sum_g += tl.sum(gs, 1)
-            sum_ww += tl.sum(ws * ws, 1)
-            sum_gg += tl.sum(gs * gs, 1)
-            sum_wg += tl.sum(ws * gs, 1)
-        average_, f_, mean_, stretch_, moving_, finite, _ = solve(
-            sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius,
-            FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
-        )  # fmt: skip
-        for slice in range(WIDTH // SLICE):
-            ks = slice * SLICE + tl.arange(0, SLICE)
-            some = inside[:, None] & (ks < fan_in)[None, :]
-            gs = tl.load(grad + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            ws = tl.load(weight + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-            wheres = i[:, None] * fan_in + ks[None, :]
-            if MOMENTUM:
-                ms = tl.load(buffer + (starts[:, None] + ks[None, :]), some, 0).to(tl.float64)
-                gs = mean_of(ms, gs, tl.load(sizes + 2))
-                ms = rounded(mean_of(ms, gs, tl.load(sizes + 3)), W, noise, wheres, STOCHASTIC, BUFFER_SHIFT)
-                tl.store(buffer + (starts[:, None] + ks[None, :]), ms, some & finite[:, None])
-            outs = (ws - f_[:, None] * gs - mean_[:, None]) * stretch_[:, None]
-            outs = rounded(outs, W, noise, wheres, STOCHASTIC)
-            tl.store(weight + (starts[:, None] + ks[None, :]), outs, some & moving_[:, None])
-        tl.store(averages, average_, inside)
-        skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
-        if skipped > 0:
-            tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+    turn_precisely(
+        record, weight, grad, buffer, sizes, noise, i, inside & ~ordinary, starts, fan_in, averages, old_average,
+        square, radius, rate, least, WIDTH // SLICE, SLICE, 1, True, W, FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC,
+        MOMENTUM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -364,9 +386,10 @@ def _nudge_tile(
     change = rate * g / tl.where(moving, divisor, 1.0)
     out = b - change
     moving &= (change != 0) & (tl.abs(out) <= MAX_FLOAT32)
-    tl.store(weight, rounded(out, W, noise, i, STOCHASTIC), moving)
+    bits = mixed(i, noise.to(tl.uint32), (noise >> 32).to(tl.uint32)) if STOCHASTIC else 0
+    tl.store(weight, rounded(out, W, bits, STOCHASTIC), moving)
     if MOMENTUM:
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, i, STOCHASTIC, BUFFER_SHIFT)
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, inside & finite)
     tl.store(averages, average, inside)
     skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
@@ -391,7 +414,7 @@ def step(
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+        noise = noise_key(noise, owner)
     for each in tl.static_range(0, 2 * 15):
         if (SHAPES >> each) & 1:
             if shape == each:

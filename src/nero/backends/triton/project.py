@@ -11,11 +11,8 @@ from torch import Tensor
 from nero.backends.available import TRITON_DTYPES, triton_works
 from nero.backends.job import Neurons
 from nero.backends.layout import Layout, layout_of
-from nero.backends.triton.tables import TILES, Launch, bits, placed, width_and_rows
+from nero.backends.triton.tables import MAX_FAN_IN, TILES, Launch, bits, placed, width_and_rows
 from nero.rule import rounding_error
-
-#: The longest neuron that one program holds.
-MAX_FAN_IN = max(TILES)
 
 
 class Target(NamedTuple):
@@ -30,7 +27,7 @@ class Launches:
     """The projection of many tensors on one device, in one launch per dtype and size of tile.
 
     Args:
-        targets: the tensors, whose neurons are contiguous and at most ``max(TILES)`` elements long.
+        targets: the tensors, whose neurons are contiguous and at most ``MAX_FAN_IN`` elements long.
         fix_mean: project to zero mean.
         fix_norm: project to the radius.
     """
@@ -42,7 +39,8 @@ class Launches:
         self._radii = [target.radius for target in targets]  # the records hold their addresses
         kinds: dict[tuple[torch.dtype, int], list[int]] = {}
         for number, target in enumerate(targets):
-            tile = next(size for size in TILES if size >= target.layout.fan_in)
+            tiles = TILES[target.tensor.element_size()]
+            tile = next(size for size in tiles if size >= target.layout.fan_in)
             kinds.setdefault((target.tensor.dtype, tile), []).append(number)
         records: list[list[int]] = [[] for _ in targets]
         self._launches: list[tuple[Launch, Tensor]] = []
@@ -54,7 +52,7 @@ class Launches:
                 records[number] = [*_fields(targets[number]), shape, len(owners)]
                 owners.extend([number] * -(-targets[number].layout.neurons // rows))
                 shapes |= 1 << shape
-            warps, registers = TILES[tile]
+            warps, registers, _ = TILES[dtype.itemsize][tile]
             constants = {
                 "W": project_kernel.DTYPES[dtype],
                 "TILE": tile,

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nero.backends.triton.kernels import MAX_FLOAT32, MIN_FULL_WIDTH, NO_DIRECTION, rounded
+from nero.backends.triton.kernels import MIN_FULL_WIDTH, NO_DIRECTION
+from nero.backends.triton.rounding_kernels import MAX_FLOAT32, rounded
 from nero.rule import rounding_error
 
 # the fields of a record
@@ -85,7 +86,7 @@ def _project_tile(
         off = drift / (size * size)
         unit = unit * peak[:, None]
     moving = possible & (off > ROUNDING_ERROR * ROUNDING_ERROR)
-    tl.store(at, rounded(tl.where(moving[:, None], unit, w), W, 0, k, False), elements)
+    tl.store(at, rounded(tl.where(moving[:, None], unit, w), W, 0, False), elements)
 
 
 @triton.jit

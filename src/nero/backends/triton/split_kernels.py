@@ -1,4 +1,4 @@
-"""Triton kernels for neurons that are split: longer than a tile, or strided in memory.
+"""Triton kernels for neurons that are split, since they are longer than a program can hold.
 
 One launch measures the five sums of every piece, the next turns the neurons. See :mod:`nero.backends.triton.kernels`.
 """
@@ -10,64 +10,73 @@ from nero.backends.triton.kernels import (
     AVERAGE,
     BETA,
     BUFFER,
-    BUFFER_SHIFT,
     FAN_IN,
     FIELDS,
     FIRST_TILE,
-    LEAP,
     NEURONS,
     ONE_MINUS_BETA,
     RADIUS,
-    RUN,
     SIZES,
     SKIPPED,
-    STRIDE,
     SUMS,
     WEIGHT,
+    element_offset,
     load_float,
     load_pointer,
     mean_of,
     neuron_offset,
-    offset_of,
-    rounded,
     solve,
 )
+from nero.backends.triton.rounding_kernels import BUFFER_SHIFT, draw, noise_key, rounded
+
+#: The pieces whose sums are added up at once.
+PIECES = tl.constexpr(32)
 
 
 @triton.jit
-def _piece(record, tile, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr):
-    """Return the neurons and elements of a split tile: indices, mask, offsets, positions and element mask."""
+def _piece(
+    record, grad, tile, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STRIDED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Return the neurons and elements of a split tile: indices of both, masks of both, and pointers."""
+    weight, grad = tl.load(record + WEIGHT).to(tl.pointer_type(W)), grad.to(tl.pointer_type(G))
+    buffer = tl.load(record + BUFFER).to(tl.pointer_type(W))
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
+    if ALIGNED:
+        weight, grad, buffer = tl.multiple_of(weight, 16), tl.multiple_of(grad, 16), tl.multiple_of(buffer, 16)
+        fan_in = tl.multiple_of(fan_in, 8)
     pieces = tl.cdiv(fan_in, BK)
     i = (tile // pieces) * BN + tl.arange(0, BN)
     k = (tile % pieces) * BK + tl.arange(0, BK)
     starts = neuron_offset(record, i)
-    steps = offset_of(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
+    if ALIGNED:
+        starts = tl.multiple_of(starts, 8)
     axis: tl.constexpr = 1 if STRIDED else 0  # neurons along the last axis if they lie side by side in memory
-    at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(steps, axis)
-    where = tl.expand_dims(i.to(tl.int64) * fan_in, 1 - axis) + tl.expand_dims(k, axis)
+    at = tl.expand_dims(starts, 1 - axis) + tl.expand_dims(element_offset(record, k, CONTIGUOUS), axis)
     inside = i < tl.load(record + NEURONS)
     elements = tl.expand_dims(inside, 1 - axis) & tl.expand_dims(k < fan_in, axis)
-    return i, inside, at, where, elements
+    return i, k, inside, elements, weight + at, grad + at, buffer + at
 
 
 @triton.jit
 def measure(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STRIDED: tl.constexpr, MOMENTUM: tl.constexpr,
+    BK: tl.constexpr, STRIDED: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr,
 ):  # fmt: skip
-    """Sum over a split tile: neurons too long for one program, or strided in memory."""
+    """Sum over a split tile."""
     owner = tl.load(owners + tl.program_id(0))
     grad = tl.load(changing + owner)
     if grad == 0:
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, _, elements = _piece(record, tile, BN, BK, STRIDED)
-    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
-    w = tl.load(load_pointer(record, WEIGHT, W) + at, elements, 0).to(tl.float64)
+    i, _, inside, elements, weight, grad, buffer = _piece(
+        record, grad, tile, W, G, BN, BK, STRIDED, CONTIGUOUS, ALIGNED
+    )
+    g = tl.load(grad, elements, 0).to(tl.float64)
+    w = tl.load(weight, elements, 0).to(tl.float64)
     if MOMENTUM:
-        m = tl.load(load_pointer(record, BUFFER, W) + at, elements, 0).to(tl.float64)
+        m = tl.load(buffer, elements, 0).to(tl.float64)
         g = mean_of(m, g, tl.load(step_sizes + SIZES * owner + 2))
     axis: tl.constexpr = 0 if STRIDED else 1
     pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
@@ -88,8 +97,8 @@ def measure(
 @triton.jit
 def turn(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STRIDED: tl.constexpr, MOMENTUM: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr,
-    SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    BK: tl.constexpr, STRIDED: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr,
+    FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     """Turn a split tile, after :func:`measure`."""
     owner = tl.load(owners + tl.program_id(0))
@@ -98,25 +107,27 @@ def turn(
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
-    i, inside, at, where, elements = _piece(record, tile, BN, BK, STRIDED)
+    i, k, inside, elements, weight, grad, buffer = _piece(
+        record, grad, tile, W, G, BN, BK, STRIDED, CONTIGUOUS, ALIGNED
+    )
+    g = tl.load(grad, elements, 0)  # early: they arrive while the sums do
+    w = tl.load(weight, elements, 0)
     sizes = step_sizes + SIZES * owner
     neurons = tl.load(record + NEURONS)
     fan_in = tl.load(record + FAN_IN).to(tl.int32)
     pieces = tl.cdiv(fan_in, BK)
     sum_w = tl.zeros([BN], tl.float64)
-    sum_g = tl.zeros([BN], tl.float64)
-    sum_ww = tl.zeros([BN], tl.float64)
-    sum_gg = tl.zeros([BN], tl.float64)
-    sum_wg = tl.zeros([BN], tl.float64)
-    old_average = tl.zeros([BN], tl.float64)
-    for piece in range(pieces):
-        of = sums + tl.load(record + SUMS) + (piece * neurons + i) * 6
-        sum_w += tl.load(of, inside, 0)
-        sum_g += tl.load(of + 1, inside, 0)
-        sum_ww += tl.load(of + 2, inside, 0)
-        sum_gg += tl.load(of + 3, inside, 0)
-        sum_wg += tl.load(of + 4, inside, 0)
-        old_average += tl.load(of + 5, inside, 0)
+    sum_g, sum_ww, sum_gg, sum_wg, old_average = sum_w, sum_w, sum_w, sum_w, sum_w
+    for first in range(0, pieces, PIECES):
+        piece = first + tl.arange(0, PIECES)[:, None]
+        of = sums + tl.load(record + SUMS) + (piece * neurons + i[None, :]) * 6
+        some = (piece < pieces) & inside[None, :]
+        sum_w += tl.sum(tl.load(of, some, 0), 0)
+        sum_g += tl.sum(tl.load(of + 1, some, 0), 0)
+        sum_ww += tl.sum(tl.load(of + 2, some, 0), 0)
+        sum_gg += tl.sum(tl.load(of + 3, some, 0), 0)
+        sum_wg += tl.sum(tl.load(of + 4, some, 0), 0)
+        old_average += tl.sum(tl.load(of + 5, some, 0), 0)
     radius = tl.full([BN], 1.0, tl.float32)
     if FIX_NORM >= 2:
         radius = tl.load(load_pointer(record, RADIUS, tl.float32) + i, inside, 1)
@@ -126,19 +137,18 @@ def turn(
         tl.load(sizes), tl.load(sizes + 1), radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     axis: tl.constexpr = 0 if STRIDED else 1
-    weight = load_pointer(record, WEIGHT, W) + at
-    g = tl.load(grad.to(tl.pointer_type(G)) + at, elements, 0).to(tl.float64)
-    w = tl.load(weight, elements, 0).to(tl.float64)
+    w, g = w.to(tl.float64), g.to(tl.float64)
     if STOCHASTIC:
-        noise = tl.load(noise) + owner.to(tl.int64) * 0x9E3779B9
+        bits = draw(noise_key(noise, owner), i, k, axis, False)
+    else:
+        bits = 0
     if MOMENTUM:
-        buffer = load_pointer(record, BUFFER, W) + at
         m = tl.load(buffer, elements, 0).to(tl.float64)
         g = mean_of(m, g, tl.load(sizes + 2))
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, noise, where, STOCHASTIC, BUFFER_SHIFT)
+        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, elements & tl.expand_dims(finite, axis))
     out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
-    tl.store(weight, rounded(out, W, noise, where, STOCHASTIC), elements & tl.expand_dims(moving, axis))
+    tl.store(weight, rounded(out, W, bits, STOCHASTIC), elements & tl.expand_dims(moving, axis))
     if tile % pieces == 0:
         tl.store(load_pointer(record, AVERAGE, tl.float32) + i, average, inside)
         skipped = tl.sum((inside & ~finite).to(tl.int32), 0)

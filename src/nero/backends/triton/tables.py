@@ -13,13 +13,39 @@ from torch import Tensor
 from nero.backends.job import HasGrad, Job, Settings
 from nero.backends.layout import Layout
 
-#: Elements per program: its warps, and its registers per thread where Triton's own choice would let too few
-#: programs run at once. A tensor gets the first tile that holds a neuron.
-TILES: dict[int, tuple[int, int | None]] = {1024: (1, 96), 4096: (4, 128), 8192: (8, None), 16384: (16, None)}
-#: Registers per thread with momentum: its buffer is a third tile, and its noise a fourth.
-MOMENTUM_REGISTERS, NOISY_MOMENTUM_REGISTERS = 128, 192
-#: Elements per program for neurons that are split: longer than the largest tile, or strided in memory.
-SPLIT_TILE = 8192
+
+class Tile(NamedTuple):
+    """The warps of a program, and its registers per thread, where Triton's own choice would let too few run at once."""
+
+    warps: int
+    registers: int | None
+    momentum_registers: int = 128  # the buffer is a third tensor to hold
+
+
+#: The tiles of contiguous neurons, by bytes and number of elements. A tensor gets the first that holds a neuron.
+TILES: dict[int, dict[int, Tile]] = {
+    4: {1024: Tile(1, 96), 4096: Tile(4, 128), 8192: Tile(8, None), 16384: Tile(16, None)},
+    2: {1024: Tile(1, 96), 2048: Tile(2, 96), 4096: Tile(4, 96), 8192: Tile(8, 80), 16384: Tile(16, None)},
+}
+#: For longer rows that cannot be read sixteen bytes at a time: with two rows, a program could not load both at once.
+UNALIGNED_TILES = {512: Tile(1, 64, 96)}
+MIN_UNALIGNED_FAN_IN = 257
+#: The longest neuron that one program steps, and its warps at most.
+MAX_FAN_IN, MAX_WARPS = 16384, 16
+#: Elements per program for neurons that are split: longer than the largest tile.
+SPLIT_TILE, SPLIT_WARPS = 4096, 8
+#: The blocks of neurons that are not contiguous, by bytes per element and longest fan-in: neurons, elements of each
+#: that a program holds at once, warps and registers. A block is at least 32 bytes wide, which memory moves at once.
+#: Longer neurons are read twice, so all blocks that run at once must fit into the cache.
+BLOCKS: dict[int, dict[int, tuple[int, int, int, int]]] = {
+    4: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 1024: (8, 1024, 8, 128), 16384: (8, 1024, 16, 128)},
+    2: {
+        64: (64, 64, 4, 128),
+        256: (32, 256, 8, 128),
+        2048: (16, 512, 8, 128),
+        16384: (16, 1024, 16, 128),
+    },
+}
 #: The fields of a record, in the order of the constants in kernels.py.
 RECORD_FIELDS = (
     *("weight", "average", "step", "skipped", "scale", "radius", "buffer"),
@@ -27,8 +53,8 @@ RECORD_FIELDS = (
     *("beta", "one_minus_beta", "log_beta", "least_divisor", "given_scale", "pull"),
     *("group", "shape", "first_tile", "sums"),
 )
-#: Neurons side by side in a split tile of strided neurons: one cache line of float32.
-SPLIT_NEURONS = 32
+#: The width of a split tile of neurons that lie side by side: what memory moves at once. Wider ones have more pieces.
+SPLIT_BYTES = 32
 
 
 class Line(NamedTuple):
@@ -46,11 +72,29 @@ class Line(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The shape of a split tile, and whether neurons lie side by side in memory."""
+    """The shape of a split tile, and whether neurons lie side by side in memory, or are contiguous, and aligned."""
 
     neurons: int
     elements: int
     is_strided: bool
+    is_contiguous: bool
+    is_aligned: bool
+
+
+class Block(NamedTuple):
+    """The neurons of a program that are not contiguous, and the elements of each that it holds at once.
+
+    ``fold`` is 0 if it holds all; if not, how many elements of a chunk each thread adds up. ``axis`` is that of the
+    elements: 0 for neurons that lie side by side in memory.
+    """
+
+    neurons: int
+    elements: int
+    fold: int
+    axis: int
+    is_aligned: bool
+    warps: int
+    registers: int
 
 
 class Kind(NamedTuple):
@@ -64,7 +108,7 @@ class Kind(NamedTuple):
     stochastic: bool
     momentum: bool
     tile: int
-    split: Split | None
+    split: Split | Block | None
     fix_mean: bool
     fix_norm: int
     scaled: bool
@@ -104,9 +148,13 @@ class Tables(NamedTuple):
 
 
 def is_aligned(line: Line) -> bool:
-    """Return whether a neuron's elements can be read sixteen bytes at a time."""
-    tensors = (line.job.parameter, line.job.grad, line.job.buffer)
-    strides = (line.layout.fan_in, line.layout.inner_stride, line.layout.outer_stride)
+    """Return whether a neuron's elements, or neurons that lie side by side, can be read sixteen bytes at a time."""
+    tensors, layout = (line.job.parameter, line.job.grad, line.job.buffer), line.layout
+    if layout.run < layout.fan_in or 1 not in (layout.stride, layout.inner_stride):
+        return False
+    strides = (layout.fan_in, layout.inner_stride, layout.outer_stride)
+    if _is_strided(layout):
+        strides = (layout.inner, layout.stride, layout.outer_stride)
     addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
     return not any(address % 16 for address in addresses) and not any(stride % 8 for stride in strides)
 
@@ -118,7 +166,7 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
     records: list[list[int]] = [[] for _ in lines]
     launches: list[tuple[Launch, Tensor]] = []
     sums = 0
-    for kind, members in _by_kind(lines).items():
+    for kind, members in _by_kind(lines, aligned).items():
         owners, shapes = array("i"), 0
         for i in members:
             line = lines[i]
@@ -146,31 +194,40 @@ def bits(number: float) -> int:
     return int(word)
 
 
-def _by_kind(lines: Sequence[Line]) -> dict[Kind, list[int]]:
+def _is_strided(layout: Layout) -> bool:
+    """Return whether neurons are nearer to each other in memory than their elements, as columns are."""
+    return layout.inner_stride < layout.stride and layout.inner > 1
+
+
+def _is_contiguous(layout: Layout) -> bool:
+    return layout.run == layout.fan_in and layout.stride == 1
+
+
+def _by_kind(lines: Sequence[Line], aligned: Sequence[bool]) -> dict[Kind, list[int]]:
     """Group the indices of lines by kind."""
     by_kind: dict[Kind, list[int]] = {}
     for i in sorted(range(len(lines)), key=lambda i: not lines[i].job.axes):  # gains and biases last
-        kind = _kind(lines[i])
+        kind = _kind(lines[i], aligned[i])
         if not lines[i].job.axes:  # constraints do not apply to them, so they join the first launch that fits
             kind = next((other for other in by_kind if other[:5] == kind[:5] and not other.split), kind)
         by_kind.setdefault(kind, []).append(i)
     return by_kind
 
 
-def _kind(line: Line) -> Kind:
+def _kind(line: Line, aligned: bool) -> Kind:
     job, layout, settings = line.job, line.layout, line.settings
-    tile, split = min(TILES), None
+    tiles = TILES[job.parameter.element_size()]
+    tile: int = min(tiles)
+    split: Split | Block | None = None
     if job.axes:
-        is_contiguous = layout.run == layout.fan_in and layout.stride == 1
-        if is_contiguous and layout.fan_in <= max(TILES):
-            tile = next(size for size in TILES if size >= layout.fan_in)
+        if layout.fan_in > MAX_FAN_IN:
+            tile, split = SPLIT_TILE, _split(layout, aligned, SPLIT_BYTES // job.parameter.element_size())
+        elif not _is_contiguous(layout):
+            tile, split = 0, _block(line, aligned)
         else:
-            tile = SPLIT_TILE
-            if layout.inner_stride < layout.stride and layout.inner > 1:
-                split = Split(SPLIT_NEURONS, SPLIT_TILE // SPLIT_NEURONS, True)
-            else:
-                length = min(SPLIT_TILE, 1 << (layout.fan_in - 1).bit_length())
-                split = Split(SPLIT_TILE // length, length, False)
+            if not aligned and layout.fan_in >= MIN_UNALIGNED_FAN_IN:
+                tiles = UNALIGNED_TILES | tiles
+            tile = next(size for size in tiles if size >= layout.fan_in)
     return Kind(
         job.parameter.dtype,
         job.grad.dtype,
@@ -184,11 +241,40 @@ def _kind(line: Line) -> Kind:
     )
 
 
+def _split(layout: Layout, aligned: bool, side_by_side: int) -> Split:
+    if _is_strided(layout):
+        return Split(side_by_side, SPLIT_TILE // side_by_side, True, False, False)
+    is_contiguous = _is_contiguous(layout)
+    return Split(1, SPLIT_TILE, False, is_contiguous, is_contiguous and aligned)
+
+
+def _block(line: Line, aligned: bool) -> Block:
+    layout, size = line.layout, line.job.parameter.element_size()
+    blocks = BLOCKS[size]
+    longest = next(longest for longest in blocks if longest >= layout.fan_in)
+    neurons, elements, warps, registers = blocks[longest]
+    is_strided = _is_strided(layout)
+    is_whole = elements == longest
+    # what a thread can hold: less of three tensors, of elements that each need an address, and if sums are not folded
+    most = 32 if aligned and line.job.buffer is None else 16 if is_strided or is_whole else 8
+    while neurons * elements > most * 32 * warps:
+        if warps < MAX_WARPS:
+            warps *= 2
+        elif is_whole:
+            break
+        else:
+            elements //= 2
+    fold = 0 if is_whole else max(1, neurons * elements * size // (16 * 32 * warps)) if is_strided else 1
+    return Block(neurons, elements, fold, int(not is_strided), aligned, warps, registers)
+
+
 def _tiling(line: Line, kind: Kind, aligned: bool) -> tuple[int, int, int]:
     """Return the shape code of a tensor's tiles, its number of programs, and its pieces per neuron."""
     from nero.backends.triton import kernels
 
     layout = line.layout
+    if isinstance(kind.split, Block):
+        return 0, -(-layout.neurons // kind.split.neurons), 0
     if kind.split is not None:
         pieces = -(-layout.fan_in // kind.split.elements)
         return 0, -(-layout.neurons // kind.split.neurons) * pieces, pieces
@@ -236,7 +322,7 @@ def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int
 def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
     import triton.language as tl
 
-    from nero.backends.triton import kernels, split_kernels
+    from nero.backends.triton import column_kernels, kernels, split_kernels
 
     names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     dtypes = {"W": names[kind.dtype], "G": names[kind.grad_dtype]}
@@ -246,16 +332,20 @@ def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
         "SCALED": kind.scaled,
         "STOCHASTIC": kind.stochastic,
     }
-    warps, registers = TILES[kind.tile]
-    if kind.momentum:
-        registers = NOISY_MOMENTUM_REGISTERS if kind.stochastic and warps <= 4 else MOMENTUM_REGISTERS
+    if isinstance(kind.split, Block):
+        block = dict(zip(("BN", "BK", "FOLD", "AXIS", "ALIGNED"), kind.split[:5], strict=True))
+        constants = {**dtypes, **block, **options, "MOMENTUM": kind.momentum}
+        return [Launch(column_kernels.turn_block, programs, constants, kind.split.warps, kind.split.registers)]
     if kind.split is None:
         constants = {**dtypes, "TILE": kind.tile, "SHAPES": shapes, **options, "MOMENTUM": kind.momentum}
-        return [Launch(kernels.step, programs, constants, warps, registers)]
-    tile = {**dtypes, **dict(zip(("BN", "BK", "STRIDED"), kind.split, strict=True)), "MOMENTUM": kind.momentum}
+        tile = (UNALIGNED_TILES | TILES[kind.dtype.itemsize])[kind.tile]
+        registers = tile.momentum_registers if kind.momentum else tile.registers
+        return [Launch(kernels.step, programs, constants, tile.warps, registers)]
+    names_of_split = ("BN", "BK", "STRIDED", "CONTIGUOUS", "ALIGNED")
+    constants = {**dtypes, **dict(zip(names_of_split, kind.split, strict=True)), "MOMENTUM": kind.momentum}
     return [
-        Launch(split_kernels.measure, programs, tile, warps),
-        Launch(split_kernels.turn, programs, {**tile, **options}, warps),
+        Launch(split_kernels.measure, programs, constants, SPLIT_WARPS),
+        Launch(split_kernels.turn, programs, {**constants, **options}, SPLIT_WARPS),
     ]
 
 

@@ -123,13 +123,14 @@ def cut_of(shape: tuple[int, ...], strides: tuple[int, ...], axes: tuple[int, ..
         if segments > 1:
             return None
         run, segments, segment_stride = 1, layout.run, layout.stride
-    each = max(1, PIECE_ELEMENTS // layout.fan_in)
+    each = min(MAX_COLUMNS, max(1, PIECE_ELEMENTS // layout.fan_in))
     pieces = -(-layout.neurons // each)
-    if run == 1 and layout.inner_stride == 1:  # columns: cut as little as possible, so that rows stay whole
+    is_columns = run == 1 and layout.inner_stride == 1
+    if is_columns:  # cut as little as possible, so that rows stay whole
         each = -(-layout.inner // -(-layout.inner // MAX_COLUMNS))
         pieces = layout.neurons // layout.inner * -(-layout.inner // each)
     strides_of_neurons = layout.inner, layout.outer_stride, layout.inner_stride
-    return Cut(layout.neurons, *strides_of_neurons, segments, segment_stride, run, each), pieces
+    return Cut(layout.neurons, *strides_of_neurons, segments, segment_stride, run, each, is_columns), pieces
 
 
 @lru_cache(maxsize=1)
@@ -148,5 +149,6 @@ def _settings_array(settings: Settings, dtype: torch.dtype) -> Any:
     log_beta = math.log(settings.beta) if settings.beta else -math.inf
     options = float(settings.angle), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
     kept = settings.momentum, settings.kept_by_step
-    limits = info.eps, info.tiny, RANGE_MARGIN * info.tiny, info.max
+    low = RANGE_MARGIN * info.tiny
+    limits = info.eps, info.tiny, low, 1 / low, info.max
     return np.array([(*options, *kept, *limits, settings.fix_mean, bool(settings.fix_norm))], SETTINGS)

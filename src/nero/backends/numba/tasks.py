@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 SETTINGS = np.dtype(
     [
         *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "momentum", "kept_by_step")),
-        *((name, np.float64) for name in ("eps", "tiny", "low", "largest")),
+        *((name, np.float64) for name in ("eps", "tiny", "low", "high", "largest")),
         *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
     ]
 )
@@ -31,6 +31,7 @@ class Cut(NamedTuple):
     segment_stride: int
     run: int
     each: int
+    is_columns: bool = False
 
 
 TASK = np.dtype(
@@ -67,3 +68,21 @@ def fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
         return builder.atomic_rmw("add", builder.inttoptr(args[0], number.as_pointer()), number(1), "seq_cst")
 
     return types.int64(types.int64), generate
+
+
+@compiled
+def array(address, start, size, like):
+    """View memory as an array of the dtype of ``like``."""
+    return numba.carray(pointer(address + start * like.itemsize), (size,), like.dtype)
+
+
+@compiled
+def start_of(task, neuron):
+    """Return the place of a neuron's first element."""
+    return neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
+
+
+@compiled
+def radius_of(task, neuron, like):
+    """Return the radius of a neuron."""
+    return np.float64(array(task.size, neuron, 1, like)[0]) if task.size else 1.0

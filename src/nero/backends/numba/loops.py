@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from nero.backends.numba.float64 import advance, root, turn_in_float64
-from nero.backends.numba.tasks import array, compiled, compiled_vector, fetch, pointer, radius_of, start_of
+from nero.backends.numba.tasks import array, compiled, fetch, part, pointer, radius_of, start_of, vector_part
 
 #: Elements summed in the weights' own precision; the sums of blocks are added in float64.
 BLOCK_ELEMENTS = 1024
@@ -45,13 +45,13 @@ class Turn(NamedTuple):
     shift: float
 
 
-@compiled
+@part
 def _row(task, at, size, like):
     """Return some weights and their gradients."""
     return array(task.weight, at, size, like), array(task.grad, at, size, like)
 
 
-@compiled
+@part
 def _find_direction(task, at, direction, settings, like):
     """Write the direction of a step with momentum."""
     buffer, grads = array(task.buffer, at, direction.size, like), array(task.grad, at, direction.size, like)
@@ -59,15 +59,18 @@ def _find_direction(task, at, direction, settings, like):
     _mix(direction, buffer, grads, rounded(kept), rounded(1 - kept))
 
 
-@compiled_vector
+@vector_part
 def _mix(mixed, buffer, grads, kept, new):
     for i in range(grads.size):
         mixed[i] = kept * buffer[i] + new * grads[i]
 
 
 @compiled
-def do_pieces(tasks, ends, skipped, counter, settings, like):
-    """Take pieces of work until none is left."""
+def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns):
+    """Take pieces of work until none is left.
+
+    If ``has_columns`` is ``None``, the loops for columns are not compiled, which most networks do not need.
+    """
     number, options = 0, settings[0]
     sums, block = np.empty(5 * SUMS_PITCH), np.empty(5 * SUMS_PITCH, like.dtype)
     odd, scratch = np.empty(MAX_COLUMNS + 1, np.int64), np.empty(MAX_COLUMNS, like.dtype)
@@ -87,7 +90,7 @@ def do_pieces(tasks, ends, skipped, counter, settings, like):
         if task.run == 0:
             skipped[piece] = _nudge(task, first, last, correction, options, like)
             continue
-        if task.is_columns:
+        if has_columns is not None and task.is_columns:
             left = _turn_columns(task, first, last, correction, options, like, sums, block, odd, scratch)
         else:
             left = _turn_rows(task, first, last, correction, options, like, odd, scratch)
@@ -107,7 +110,7 @@ def count(tasks, ends, skipped):
         first = ends[number]
 
 
-@compiled
+@part
 def _nudge(task, first, last, correction, settings, like):
     gains = array(task.weight, first, last - first, like)
     grads = array(task.grad, first, last - first, like)
@@ -136,7 +139,7 @@ def _nudge(task, first, last, correction, settings, like):
     return skipped
 
 
-@compiled
+@part
 def _turn_rows(task, first, last, correction, settings, like, odd, scratch):
     """Turn neurons of contiguous elements; list those that need float64, and return their number.
 
@@ -177,7 +180,7 @@ def _turn_rows(task, first, last, correction, settings, like, odd, scratch):
     return left
 
 
-@compiled
+@part
 def _write_row(task, start, stretch, along, shift, settings, like, scratch):
     for segment in range(task.segments):
         for begin in range(0, task.run, BLOCK_ELEMENTS):
@@ -191,7 +194,7 @@ def _write_row(task, start, stretch, along, shift, settings, like, scratch):
                 advance(task, at, size, settings, like)
 
 
-@compiled_vector
+@vector_part
 def _sum(weights, grads):
     w = g = ww = gg = wg = weights.dtype.type(0)
     for i in range(weights.size):
@@ -203,13 +206,13 @@ def _sum(weights, grads):
     return w, g, ww, gg, wg
 
 
-@compiled_vector
+@vector_part
 def _write(weights, grads, stretch, along, shift):
     for i in range(weights.size):
         weights[i] = stretch * weights[i] + (along * grads[i] + shift)
 
 
-@compiled_vector
+@vector_part
 def _write_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads):
     w = g = ww = gg = wg = weights.dtype.type(0)
     for i in range(weights.size):
@@ -222,7 +225,7 @@ def _write_and_sum(weights_before, grads_before, stretch, along, shift, weights,
     return w, g, ww, gg, wg
 
 
-@compiled
+@part
 def _turn_columns(task, first, last, correction, settings, like, sums, block, odd, scratch):
     """Turn neurons that are columns in memory, row by row; list those that need float64, and return their number."""
     start, width = start_of(task, first), last - first
@@ -272,7 +275,7 @@ def _turn_columns(task, first, last, correction, settings, like, sums, block, od
     return left
 
 
-@compiled_vector
+@vector_part
 def _sum_down(weights, grads, sums):
     for i in range(weights.size):
         sums[i] += weights[i]
@@ -282,13 +285,13 @@ def _sum_down(weights, grads, sums):
         sums[i + 4 * SUMS_PITCH] += weights[i] * grads[i]
 
 
-@compiled_vector
+@vector_part
 def _write_down(weights, grads, turns):
     for i in range(weights.size):
         weights[i] = turns[i] * weights[i] + (turns[i + SUMS_PITCH] * grads[i] + turns[i + 2 * SUMS_PITCH])
 
 
-@compiled
+@part
 def _turn(sums, fan_in, share, average, radius, correction, settings):
     """Apply the rule to the sums; not ordinary if a value left its range or cancelled.
 

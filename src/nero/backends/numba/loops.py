@@ -93,7 +93,7 @@ def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns):
         if has_columns is not None and task.is_columns:
             left = _turn_columns(task, first, last, correction, options, like, sums, block, odd, scratch)
         else:
-            left = _turn_rows(task, first, last, correction, options, like, odd, scratch)
+            left = _turn_rows(task, first, last, correction, options, like, odd)
         for i in range(left):
             skipped[piece] += turn_in_float64(task, odd[i], correction, options, like)
 
@@ -140,7 +140,7 @@ def _nudge(task, first, last, correction, settings, like):
 
 
 @part
-def _turn_rows(task, first, last, correction, settings, like, odd, scratch):
+def _turn_rows(task, first, last, correction, settings, like, odd):
     """Turn neurons of contiguous elements; list those that need float64, and return their number.
 
     Without momentum, each neuron is written while the next is summed, which hides the latency of memory.
@@ -160,8 +160,8 @@ def _turn_rows(task, first, last, correction, settings, like, odd, scratch):
                     weights_before, grads_before = _row(task, before + offset, size, like)
                     block = _write_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads)
                 elif has_momentum:
-                    _find_direction(task, start + offset, scratch[:size], settings, like)
-                    block = _sum(weights, scratch[:size])
+                    buffer, kept = array(task.buffer, start + offset, size, like), settings.kept_by_step
+                    block = _sum_with_momentum(weights, grads, buffer, rounded(kept), rounded(1 - kept))
                 else:
                     block = _sum(weights, grads)
                 w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
@@ -175,13 +175,15 @@ def _turn_rows(task, first, last, correction, settings, like, odd, scratch):
             odd[left] = neuron
             left += 1
         if waiting and (has_momentum or neuron == last - 1):
-            _write_row(task, before, stretch, along, shift, settings, like, scratch)
+            _write_row(task, before, stretch, along, shift, settings, like)
             waiting = False
     return left
 
 
 @part
-def _write_row(task, start, stretch, along, shift, settings, like, scratch):
+def _write_row(task, start, stretch, along, shift, settings, like):
+    rounded, kept, kept_by_step = like.dtype.type, settings.momentum, settings.kept_by_step
+    shares = rounded(kept_by_step), rounded(1 - kept_by_step), rounded(kept), rounded(1 - kept)
     for segment in range(task.segments):
         for begin in range(0, task.run, BLOCK_ELEMENTS):
             size, at = min(BLOCK_ELEMENTS, task.run - begin), start + segment * task.segment_stride + begin
@@ -189,9 +191,8 @@ def _write_row(task, start, stretch, along, shift, settings, like, scratch):
             if task.buffer == 0:
                 _write(weights, grads, stretch, along, shift)
             else:
-                _find_direction(task, at, scratch[:size], settings, like)
-                _write(weights, scratch[:size], stretch, along, shift)
-                advance(task, at, size, settings, like)
+                buffer = array(task.buffer, at, size, like)
+                _write_with_momentum(weights, grads, buffer, stretch, along, shift, shares)
 
 
 @vector_part
@@ -210,6 +211,28 @@ def _sum(weights, grads):
 def _write(weights, grads, stretch, along, shift):
     for i in range(weights.size):
         weights[i] = stretch * weights[i] + (along * grads[i] + shift)
+
+
+@vector_part
+def _sum_with_momentum(weights, grads, buffer, kept, new):
+    w = u = ww = uu = wu = weights.dtype.type(0)
+    for i in range(weights.size):
+        direction = kept * buffer[i] + new * grads[i]
+        w += weights[i]
+        u += direction
+        ww += weights[i] * weights[i]
+        uu += direction * direction
+        wu += weights[i] * direction
+    return w, u, ww, uu, wu
+
+
+@vector_part
+def _write_with_momentum(weights, grads, buffer, stretch, along, shift, shares):
+    kept_by_step, new_by_step, kept, new = shares
+    for i in range(weights.size):
+        direction = kept_by_step * buffer[i] + new_by_step * grads[i]
+        weights[i] = stretch * weights[i] + (along * direction + shift)
+        buffer[i] = kept * buffer[i] + new * grads[i]
 
 
 @vector_part

@@ -9,6 +9,7 @@ import gc
 import importlib.util
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_float32_matmul_precision("highest")  # no TF32
     device, is_quick = torch.device(arguments.device), arguments.quick
     out = arguments.out or ROOT / ("out" if is_quick else "benchmarks/results")
-    path = out / f"{device.type}.json"
+    path = out / f"{record_name(device)}.json"
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     record = start_record(path, device, is_quick)
@@ -103,6 +104,11 @@ def run_section(name: str, bench: Bench, record: dict[str, Any], path: Path, pro
         free_memory(bench.device)
     for note in bench.notes:
         progress.console.print(f"left out: {note}", style="dim")
+
+
+def record_name(device: torch.device) -> str:
+    """Return the name of a device's record; processors of two architectures have one each."""
+    return f"cpu-{platform.machine()}" if device.type == "cpu" else device.type
 
 
 def start_record(path: Path, device: torch.device, is_quick: bool) -> dict[str, Any]:

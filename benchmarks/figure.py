@@ -140,9 +140,7 @@ def _label_axis(axes: Axes, label: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Draw from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks/results", help="folder of cpu.json or cuda.json"
-    )
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the records")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/figures", help="folder for the figures")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -102,10 +102,23 @@ def momentum() -> str:
     return f"{found['machine']}, torch {found['torch']}:\n\n{_table(head, lines)}"
 
 
+def cpu_records() -> list[str]:
+    """Return the names of the records of CPUs, one per architecture."""
+    return sorted(path.stem for path in (ROOT / "benchmarks/results").glob("cpu-*.json"))
+
+
 def cpu_steps() -> str:
-    """Make the table of steps on a CPU."""
+    """Make the tables of steps on CPUs."""
+    parts = []
+    for name in cpu_records():
+        found = record(name)
+        parts.append(f"{found['machine']}; torch {found['torch']}:\n\n{_steps_on_cpu(name)}")
+    return "\n\n".join(parts)
+
+
+def _steps_on_cpu(name: str) -> str:
     lines = []
-    for shapes, rows in _by_shapes("cpu").items():
+    for shapes, rows in _by_shapes(name).items():
         nero = rows["Nero (numba)"]
         lines.append(
             [

@@ -1,8 +1,13 @@
 """The numba backend: threads, pieces of work, torch's version counters, and its absence."""
 
+import ctypes
+import re
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import numba
 import pytest
 import torch
 from cases import Case, Oracle
@@ -10,6 +15,7 @@ from torch import Tensor, nn
 
 import nero
 from nero.backends import plan
+from nero.backends.numba import step
 
 
 def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -96,6 +102,42 @@ def test_numba_with_negated_view_as_gradient():
     weights[0].grad, weights[1].grad = grad, torch._neg_view(-grad)
     optimiser.step()
     assert torch.equal(*weights)
+
+
+def resident_bytes(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return 1024 * int(found[1])
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the peak of memory is known on Linux only")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("axes", [(0,), (1,)], ids=["columns", "rows"])
+def test_numba_step_takes_no_memory_of_its_own(axes: tuple[int, ...], momentum: float):
+    weights = [nn.Parameter(torch.randn(1024, 2048)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimiser = nero.Nero([{"params": weights, "fan_in_axes": axes}], backend="numba", momentum=momentum)
+    for _ in range(2):
+        optimiser.step()
+    ctypes.CDLL(None).malloc_trim(0)  # else a copy may be made in memory that is free, and resident
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = resident_bytes("VmRSS")
+    optimiser.step()
+    assert resident_bytes("VmHWM") - before < 1 << 20, "a copy of a weight takes 8 MB"
+
+
+def test_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    loops = SimpleNamespace(do_pieces=numba.njit(lambda *_: None), count=lambda *_: None)  # compiles soon
+    monkeypatch.setattr(step, "loops", loops)
+    weight = nn.Parameter(torch.randn(3, 4))
+    weight.grad = torch.randn(3, 4)
+    optimiser = nero.Nero([weight], backend="numba")
+    for _ in range(2):
+        optimiser.step()
+    assert [record.message for record in caplog.records] == [
+        "numba compiles Nero's loops for this processor: ten seconds or so, once"
+    ]
 
 
 def test_numba_missing_raises_with_the_remedy():

@@ -4,6 +4,7 @@ Threads take pieces of work from one list for all tensors. The result of a piece
 thread that computes it, so the weights do not depend on the number of threads.
 """
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba.core import event
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
@@ -41,6 +43,7 @@ class Work:
     tasks: list[tuple[float, ...]] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)  # the running total of pieces, task by task
     pieces: int = 0
+    has_columns: bool | None = None  # or True
 
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
@@ -79,6 +82,7 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
         work.weights.append(weight)
         work.grads.append(grad)
         work.pieces += pieces
+        work.has_columns = work.has_columns or cut.is_columns or None
         work.ends.append(work.pieces)
     for dtype, work in works.items():
         if work.tasks:
@@ -97,7 +101,9 @@ def _do(work: Work, settings: Settings, dtype: torch.dtype) -> None:
         counter.ctypes.data,
         _settings_array(settings, dtype),
         _like(dtype),
+        work.has_columns,
     )
+    _announce_compilation()
     threads = torch.get_num_threads()
     pool = _pool(threads, os.getpid())
     helpers = [pool.submit(loops.do_pieces, *arguments) for _ in range(min(threads, work.pieces) - 1)]
@@ -106,6 +112,22 @@ def _do(work: Work, settings: Settings, dtype: torch.dtype) -> None:
         helper.result()
     loops.count(tasks, ends, skipped)
     torch.autograd.graph.increment_version(work.weights)  # torch did not see the loops write
+
+
+class _Notice(event.Listener):  # type: ignore[misc]
+    """A message when numba compiles the loops, and does not find them in its cache."""
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"] is loops.do_pieces:
+            logging.getLogger("nero").warning("numba compiles Nero's loops for this processor: ten seconds or so, once")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+@lru_cache(maxsize=1)
+def _announce_compilation() -> None:
+    event.register("numba:compile", _Notice())
 
 
 @lru_cache(maxsize=4096)
@@ -123,13 +145,14 @@ def cut_of(shape: tuple[int, ...], strides: tuple[int, ...], axes: tuple[int, ..
         if segments > 1:
             return None
         run, segments, segment_stride = 1, layout.run, layout.stride
-    each = max(1, PIECE_ELEMENTS // layout.fan_in)
+    each = min(MAX_COLUMNS, max(1, PIECE_ELEMENTS // layout.fan_in))
     pieces = -(-layout.neurons // each)
-    if run == 1 and layout.inner_stride == 1:  # columns: cut as little as possible, so that rows stay whole
+    is_columns = run == 1 and layout.inner_stride == 1
+    if is_columns:  # cut as little as possible, so that rows stay whole
         each = -(-layout.inner // -(-layout.inner // MAX_COLUMNS))
         pieces = layout.neurons // layout.inner * -(-layout.inner // each)
     strides_of_neurons = layout.inner, layout.outer_stride, layout.inner_stride
-    return Cut(layout.neurons, *strides_of_neurons, segments, segment_stride, run, each), pieces
+    return Cut(layout.neurons, *strides_of_neurons, segments, segment_stride, run, each, is_columns), pieces
 
 
 @lru_cache(maxsize=1)
@@ -148,5 +171,6 @@ def _settings_array(settings: Settings, dtype: torch.dtype) -> Any:
     log_beta = math.log(settings.beta) if settings.beta else -math.inf
     options = float(settings.angle), settings.beta, log_beta, settings.scale or 0.0, 1 / settings.longest
     kept = settings.momentum, settings.kept_by_step
-    limits = info.eps, info.tiny, RANGE_MARGIN * info.tiny, info.max
+    low = RANGE_MARGIN * info.tiny
+    limits = info.eps, info.tiny, low, 1 / low, info.max
     return np.array([(*options, *kept, *limits, settings.fix_mean, bool(settings.fix_norm))], SETTINGS)

@@ -10,7 +10,7 @@ from numba.extending import intrinsic
 SETTINGS = np.dtype(
     [
         *((name, np.float64) for name in ("lr", "beta", "log_beta", "scale", "least", "momentum", "kept_by_step")),
-        *((name, np.float64) for name in ("eps", "tiny", "low", "largest")),
+        *((name, np.float64) for name in ("eps", "tiny", "low", "high", "largest")),
         *((name, np.bool_) for name in ("fix_mean", "fix_norm")),
     ]
 )
@@ -31,6 +31,7 @@ class Cut(NamedTuple):
     segment_stride: int
     run: int
     each: int
+    is_columns: bool = False
 
 
 TASK = np.dtype(
@@ -43,9 +44,14 @@ TASK = np.dtype(
     ]
 )
 
+# numba's cache follows the file of a function, not those of its parts: after a change there, touch that file
 compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
+# parts of a compiled function, which Python does not call: these compile sooner
+part = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 # sums in any order are vectorised; NaN and infinity keep their meaning
-compiled_vector = numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
+vector_part = numba.njit(
+    error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath={"reassoc", "contract", "nsz"}
+)
 
 
 @intrinsic
@@ -67,3 +73,21 @@ def fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
         return builder.atomic_rmw("add", builder.inttoptr(args[0], number.as_pointer()), number(1), "seq_cst")
 
     return types.int64(types.int64), generate
+
+
+@part
+def array(address, start, size, like):
+    """View memory as an array of the dtype of ``like``."""
+    return numba.carray(pointer(address + start * like.itemsize), (size,), like.dtype)
+
+
+@part
+def start_of(task, neuron):
+    """Return the place of a neuron's first element."""
+    return neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
+
+
+@part
+def radius_of(task, neuron, like):
+    """Return the radius of a neuron."""
+    return np.float64(array(task.size, neuron, 1, like)[0]) if task.size else 1.0

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("optax", reason="needs the extra jax")
 
 import jax
 import jax.numpy as jnp
+import jax_step
 import numpy as np
 import optax
 
@@ -244,3 +246,15 @@ def test_sharded_step_of_whole_neurons_communicates_nothing(sharded: dict[str, A
 def test_sharded_state_lies_where_its_neurons_are(sharded: dict[str, Any]):
     assert "model" in sharded["whole"]["shards"]["kernel"]
     assert "data" in sharded["whole"]["shards"]["embedding"]
+
+
+def test_benchmark_rehearsal_writes_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kept = {name: jax_step.OPTIMISERS[name] for name in ("Adam (optax)", "Nero")}
+    monkeypatch.setattr(jax_step, "gpt2", lambda *_: {"embedding": (64, 32), "bias": (32,)})
+    monkeypatch.setattr(jax_step, "OPTIMISERS", kept)
+    assert jax_step.main(["--quick", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("jax-*.json")
+    rows = {row["optimiser"]: row for row in json.loads(path.read_text())["step"]}
+    assert rows["Adam (optax)"]["of_adam"] == 1
+    assert rows["Nero"]["milliseconds"] > 0
+    assert rows["Nero"]["state_bytes"] < rows["Adam (optax)"]["state_bytes"]

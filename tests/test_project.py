@@ -29,7 +29,7 @@ gc.disable()
 times = []
 for _ in range(6):
     start = time.process_time()
-    import nero
+    from nero import Nero, balance_, describe, roles_of  # what most training needs
     times.append(time.process_time() - start)
     new = set(sys.modules) - before
     for name in [name for name in new if name.partition(".")[0] == "nero"]:
@@ -57,6 +57,13 @@ def test_import_brings_torch_alone(imported: dict[str, list]):
 def test_import_leaves_the_code_of_devices_to_their_steps(imported: dict[str, list]):
     apart = tuple(f"nero.backends.{name}" for name in ("cut", "foreach_cpu", "numba", "triton"))
     assert not [name for name in imported["modules"] if name.startswith(apart)]
+
+
+def test_public_names_are_listed_and_found():
+    assert {*nero.__all__, "jax", "theory", "__version__"} <= set(dir(nero))
+    assert all(getattr(nero, name) is getattr(nero, name) for name in nero.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = nero.nothing
 
 
 def test_rule_imports_torch_alone():
@@ -135,6 +142,14 @@ def test_example_of_balanced_muon_prints_both_losses(capsys: pytest.CaptureFixtu
     losses = [float(loss) for loss in re.findall(r"(?:loss|balanced) ([\d.]+)", capsys.readouterr().out)]
     assert len(losses) == 2
     assert all(3 < loss < 7 for loss in losses)  # the logarithm of about a hundred letters
+
+
+def test_example_in_jax_trains_by_nero(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("flax", reason="needs flax")
+    main = runpy.run_path(str(ROOT / "examples/jax_mlp.py"))["main"]
+    main.__globals__["RATES"] = {"Nero": (0.01,)}
+    assert main(["--depth", "3", "--epochs", "2"]) == 0
+    assert float(re.search(r"test accuracy ([\d.]+)", capsys.readouterr().out)[1]) > 60
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ Example:
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
-from nero.describe import Description, describe
-from nero.groups import param_groups
-from nero.optimiser import Nero
-from nero.roles import Role, roles_of
-
 if TYPE_CHECKING:
     from nero.auto.depth import depth_of
+    from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
+    from nero.description import Description, describe
+    from nero.groups import param_groups
+    from nero.optimiser import Nero
+    from nero.role import Role
+    from nero.roles import roles_of
     from nero.watching import Watch, watch
 
 __version__ = "0.2.0"
@@ -44,15 +44,27 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
+    _HOMES = {
+        "auto.depth": ["depth_of"],
+        "balance": ["CentredWeightNorm", "balance_", "balance_after_step", "centred_weight_norm", "is_balanced"],
+        "description": ["Description", "describe"],
+        "groups": ["param_groups"],
+        "optimiser": ["Nero"],
+        "role": ["Role"],
+        "roles": ["roles_of"],
+        "watching": ["Watch", "watch"],
+    }
+    _HOME_OF = {name: f"nero.{home}" for home, names in _HOMES.items() for name in names}
+    _SUBPACKAGES = ("jax", "theory")
 
     def __getattr__(name: str) -> object:
-        """Import on first use what most training does not need."""
-        if name == "theory":
-            return import_module("nero.theory")
-        home = {"Watch": "nero.watching", "watch": "nero.watching", "depth_of": "nero.auto.depth"}.get(name)
-        if home is None:
+        """Import a public name on first use, so that ``import nero.jax`` needs no torch."""
+        if name in _SUBPACKAGES:
+            return import_module(f"nero.{name}")
+        if name not in _HOME_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(home), name)
+        value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+        return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, "theory"})
+        return sorted({*globals(), *__all__, *_SUBPACKAGES})

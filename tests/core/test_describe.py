@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nero
-from nero.describe import _bytes, _percent
+from nero.description import _bytes, _percent
 from nero.parameters import COMPLEX
 
 

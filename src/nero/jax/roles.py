@@ -1,0 +1,130 @@
+"""The roles of parameters in a pytree, by the names and shapes that flax and haiku give them.
+
+Kernels of flax and weights of haiku have their output features last, so that a neuron's fan-in runs along all other
+axes. A pytree holds no layers: where name and shape leave two answers, :func:`roles_of` asks for an override.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import GetAttrKey, KeyPath, keystr, tree_flatten_with_path
+
+from nero.role import Override, Role, overridden
+
+#: A pytree of parameters, or of anything shaped like them.
+Tree: TypeAlias = Any
+
+_BIAS = re.compile(r"b|(.*_)?(bias|offset|beta|shift|slope)")
+_GAIN = re.compile(r"(layer_)?scale|gain|gamma")
+_VECTORS = re.compile(r"(.*_)?(emb|embed|embeddings?|tokens?|cls)")
+_RELATIVE_BIAS = re.compile(r"rel(ative)?_?(pos\w*|attention)_bias|rel_embedding")
+_KERNEL = re.compile(r"kernel|w|lora_[ab]")
+_PROJECTIONS = ("query", "key", "value")  # of flax's attention: (in, heads, features)
+
+
+def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> Tree:
+    """Return the role of every parameter, as a pytree of :class:`nero.Role`.
+
+    Args:
+        params: parameters of flax (linen or nnx) or haiku, or any pytree with such names. Shapes are enough, as
+            ``jax.eval_shape`` gives them.
+        overrides: roles by regular expressions that are searched for in the path of a parameter, such as
+            ``"params/Dense_0/kernel"``: a kind, a tuple of fan-in axes, or a :class:`nero.Role`. The last match counts.
+
+    Raises:
+        TypeError: if a parameter is not of real floating point, or an override is of an unknown type.
+        ValueError: if names and shapes do not tell a role, or an override matches no parameter or does not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> params = {"Dense_0": {"kernel": jnp.ones((8, 4)), "bias": jnp.zeros(4)}}
+        >>> str(roles_of(params)["Dense_0"]["kernel"])
+        'neurons along axes (0,)'
+        >>> roles_of(params, {"Dense_0/bias": "gain"})["Dense_0"]["bias"].kind
+        'gain'
+    """
+    overrides = dict(overrides or {})
+    leaves, structure = tree_flatten_with_path(params)
+    unused, unknown, roles = set(overrides), [], []
+    for path, leaf in leaves:
+        name, shape = name_of(path), jnp.shape(leaf)
+        _check_dtype(name, leaf)
+        matches = [pattern for pattern in overrides if re.search(pattern, name)]
+        unused.difference_update(matches)
+        role = overridden(name, shape, overrides[matches[-1]]) if matches else _role(name, shape)
+        if role is None:
+            unknown.append(f"{name} {shape}")
+        roles.append(role)
+    if unused:
+        names = ", ".join(name_of(path) for path, _ in leaves[:4])
+        raise ValueError(f"overrides {sorted(unused)} match no parameter; the names are like {names}")
+    if unknown:
+        raise ValueError(
+            "names and shapes do not tell the fan-in axes of these parameters; give them in overrides, for example "
+            f"{{'{unknown[0].partition(' ')[0]}$': (0,)}}, or as 'gain' or 'bias': {'; '.join(unknown)}"
+        )
+    return jax.tree.unflatten(structure, roles)
+
+
+def _role(name: str, shape: tuple[int, ...]) -> Role | None:
+    """Return the role of a parameter by its name and shape; None if they do not tell it."""
+    *modules, own = name.split("/")
+    module, axes = modules[-1] if modules else "", range(len(shape))
+    if _BIAS.fullmatch(own) or _RELATIVE_BIAS.search(name):
+        return Role("bias", (), why=own)
+    if _GAIN.fullmatch(own):
+        return Role("gain", (), why=own)
+    if _VECTORS.fullmatch(own) and shape:
+        return Role("neuron", (-1,), why=own).on(shape)
+    if len(shape) < 2:
+        return Role("bias", (), why="shape")
+    if not _KERNEL.fullmatch(own):
+        return None
+    if "transpose" in module and own == "w":  # haiku's transposed convolutions are (..., out, in)
+        return Role("neuron", tuple(axis for axis in axes if axis != len(shape) - 2), why=own).on(shape)
+    if module in _PROJECTIONS and len(shape) == 3:
+        return Role("neuron", (0,), why=f"attention's {module}").on(shape)
+    # other kernels of three axes may be those of layers that are stacked by a scan, or have several axes of outputs
+    is_known = {2: True, 3: "conv" in module.lower() or module == "out", 4: module not in (*_PROJECTIONS, "out")}
+    return Role("neuron", tuple(axes[:-1]), why=own).on(shape) if is_known.get(len(shape)) else None
+
+
+def name_of(path: KeyPath[Any]) -> str:
+    """Return the path of a parameter as a string: ``"params/Dense_0/kernel"``."""
+    if len(path) > 1 and path[-1] == GetAttrKey("value"):
+        path = path[:-1]  # a variable of nnx
+    return keystr(path, simple=True, separator="/")
+
+
+def map_with_roles(function: Callable[..., Any], roles: Tree | None, params: Tree, *others: Tree) -> Tree:
+    """Map a function of a parameter's role, the parameter, and the leaves of other trees of the same structure.
+
+    ``roles`` may have more parameters than ``params``, since ``optax.masked`` leaves some out. None stands for
+    those of :func:`roles_of`.
+    """
+    leaves, structure = tree_flatten_with_path(params)
+    known = dict(tree_flatten_with_path(roles_of(params) if roles is None else roles)[0])
+    own = []
+    for path, leaf in leaves:
+        name, role = name_of(path), known.get(path)
+        _check_dtype(name, leaf)
+        if not isinstance(role, Role):
+            raise ValueError(f"roles have {role!r} for the parameter {name!r}: make them by nero.jax.roles_of(params)")
+        own.append(overridden(name, jnp.shape(leaf), role))
+    return jax.tree.map(function, jax.tree.unflatten(structure, own), params, *others)
+
+
+def _check_dtype(name: str, leaf: Array) -> None:
+    dtype = jnp.result_type(leaf)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"parameter {name!r} is {dtype}, which Nero cannot train: leave it out by optax.masked")
+
+
+def grouped(array: Array, role: Role) -> Array:
+    """Return an array with its fan-in groups, if any, on an axis of their own."""
+    groups = role.fan_in_groups
+    return array if groups == 1 else array.reshape(groups, array.shape[0] // groups, *array.shape[1:])

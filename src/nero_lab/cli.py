@@ -226,10 +226,7 @@ def plan(
     task: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Only these tasks.")] = None,
     study: Annotated[str, typer.Option(help="Without tasks: paper or today.")] = "paper",
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
-    run: Annotated[
-        int,
-        typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in several processes on one device."),
-    ] = 0,
+    run: Annotated[int, typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in processes.")] = 0,
     minutes: Annotated[float, typer.Option(min=0, help="With --run: start no run after this time.")] = math.inf,
     data: Data = None,
     device: Device = "auto",
@@ -249,12 +246,11 @@ def plan(
         return
     if any(cell.missing for cell in cells if cell.task.dataset == "imagenet"):
         console.print("imagenet has processes of its own: make its runs by `nero sweep imagenet --no-grid`")
-    runs = dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing)
-    chosen = _device(device)
+    runs = list(dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing))
     for settings in runs:
-        _check_precision(settings.precision, chosen)
+        _check_precision(settings.precision, _device(device))
     with _exit_if_stopped():
-        train_in_processes(list(runs), data, chosen, records, run, minutes=minutes, say=console.print)
+        train_in_processes(runs, data, _device(device), records, run, minutes=minutes, say=console.print)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lab import photo_cases
-from lab.helpers import RecordingObserver, checkpoint_every_step, comparable
+from lab.helpers import RecordingObserver, assert_close_records, checkpoint_every_step
 from lab.photo_cases import TASK, decoded, shallow, write_class_folder
 from rich.console import Console
 
@@ -160,14 +160,13 @@ def test_interrupt_and_killed_node_lose_no_run(folder: Path, tmp_path: Path, mon
     assert not list(out.rglob("*.checkpoint"))
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as many as a worker has, so that the bits are the same
+    torch.set_num_threads(1)  # as many as a worker has; a record tells
     ordinary = Store(tmp_path / "ordinary")
     run = lambda runs, more: train(SMALL, runs, data, ordinary, RecordingObserver(), more=more)  # noqa: E731
     assert sweep_by(run, data.name) == best
-    wanted = [comparable(record) for record in read_records(tmp_path / "ordinary")]
     torch.set_num_threads(threads)
     records = read_records(out)
-    assert [comparable(record) for record in records] == wanted
+    assert_close_records(records, read_records(tmp_path / "ordinary"))
     assert sum(record["resumed"] for record in records) >= 3  # two after the interrupt, and the lost one again
 
 

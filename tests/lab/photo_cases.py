@@ -93,4 +93,5 @@ def shallow(classes: int = 2, *, norm: bool = True) -> nn.Sequential:
     """Build a convolution, and a block with a linear layer in it."""
     between = [nn.BatchNorm2d(8), nn.ReLU()] if norm else [nn.ReLU()]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, classes))
-    return nn.Sequential(nn.Conv2d(3, 8, 5, 4), *between, head)
+    # a norm hides the bias before it, whose gradient would be rounding alone, and Nero would follow it
+    return nn.Sequential(nn.Conv2d(3, 8, 5, 4, bias=not norm), *between, head)

@@ -63,6 +63,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.no_cover)
 
 
+@pytest.fixture(autouse=True)
+def keep_onednn() -> Generator[None]:
+    """Turn oneDNN on again: torch turns it off in a process whose product of bf16 fails, as on ARM without bf16."""
+    yield
+    torch.backends.mkldnn.enabled = True
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Stop tracing in tests marked ``no_cover``.

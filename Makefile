@@ -8,7 +8,7 @@
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
 #   make docs     fill the cost tables and file trees of the pages
 #   make paper    pack new records in results/, draw figures and fill tables of the paper's tasks and the studies
-#   make figures  train the networks of docs/figures/watch.png and gains.png again, and draw them
+#   make figures  train the networks of watch.png, gains.png and sphere.gif in docs/figures again, and draw them
 #   make clean    remove .venv, .venv-models and out
 PYTHON ?= python3
 BIN := .venv/bin
@@ -69,6 +69,7 @@ paper: $(READY)
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures
 	$(BIN)/python examples/gains.py --out docs/figures
+	$(BIN)/python examples/sphere.py --out docs/figures
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -23,24 +23,29 @@ STYLES: dict[str, tuple[str, Dashes, str]] = {
     OTHER_NERO: ("#CC79A7", "-", "v"),
 }
 GREY = "#555555"
+#: A narrow figure with two rows of panels, whose letters are readable on a telephone.
+WIDTH_INCHES, TEXT_PT = 6.4, 8.5
 
 
 def draw(record: dict[str, Any]) -> Figure:
     """Draw a record that has the sections step and growth."""
-    figure = Figure(figsize=(10, 4.6), dpi=200, layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1.9, 1, 1])
     shown = drawn_rows(record["step"])
-    draw_bars(left, shown, record["copy_bytes_per_second"])
-    draw_growth(middle, right, record["growth"], record["copy_bytes_per_second"])
+    figure = Figure(figsize=(WIDTH_INCHES, 3.6 + 0.19 * len(shown)), dpi=200)
+    figure.set_layout_engine("constrained", h_pad=0.07, hspace=0.03)
+    panels = figure.subplot_mosaic(
+        [["bars", "bars"], ["parameters", "tensors"]], height_ratios=[0.19 * len(shown), 2.4]
+    )
+    draw_bars(panels["bars"], shown, record["copy_bytes_per_second"])
+    draw_growth(panels["parameters"], panels["tensors"], record["growth"], record["copy_bytes_per_second"])
     names = {row["optimiser"] for row in shown + record["growth"]}
     handles = [
         Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
         for name, (colour, dashes, marker) in STYLES.items()
         if name in names
     ]
-    handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="bandwidth of a copy, 12 bytes per parameter"))
-    figure.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, fontsize=8)
-    figure.supxlabel(f"{record['machine']}; torch {record['torch']}", fontsize=7.5, color=GREY, x=0.99, ha="right")
+    handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="bandwidth of a copy"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False, fontsize=TEXT_PT)
+    figure.supxlabel(f"{record['machine']}; torch {record['torch']}", fontsize=8, color=GREY, x=0.99, ha="right")
     return figure
 
 
@@ -79,23 +84,26 @@ def draw_bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
             text = f"{_three_digits(device or row['milliseconds'])} ms{share}"
             text += f" ({_three_digits(row['milliseconds'])} with the host)" if device else ""
             inside = length > (0.5 if device else 0.72) * end
+            is_white = inside and not device and name in (SGD, NERO, ADAM)
             axes.text(
                 0.98 * min(length, end) if inside else length + 0.01 * end,
                 y,
                 text + (" »" if length > end else ""),
-                color="white" if inside and not device and name in (SGD, NERO, ADAM) else "black",
+                color="white" if is_white else "black",
                 va="center_baseline",
                 ha="right" if inside else "left",
-                fontsize=7,
-                bbox={"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.3} if inside and device else None,
+                fontsize=7.8,
+                bbox={"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.2}
+                if inside and not is_white
+                else None,
             )
     axes.set_yticks([number * (len(names) + 1.3) + (len(names) - 1) / 2 for number in range(len(sets))])
-    axes.set_yticklabels([name.replace(", ", ",\n").replace(" small", "\nsmall") for name in sets], fontsize=8)
+    axes.set_yticklabels([name.replace(", ", ",\n").replace(" small", "\nsmall") for name in sets], fontsize=TEXT_PT)
     axes.tick_params("y", length=0)
     axes.axvline(scale * floor, color=GREY, linewidth=0.9)
     axes.set_xlim(0, end)
     axes.invert_yaxis()
-    axes.set_title("A step: time, and share of the bandwidth of a copy", fontsize=9, loc="left")
+    axes.set_title("A step: time, and share of the bandwidth of a copy", fontsize=9.5, loc="left")
     _label_axis(axes, f"{unit} per parameter (Adam moves 28 bytes, the others 12)")
 
 
@@ -116,9 +124,9 @@ def draw_growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float) ->
         axes.set_yscale("log")
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
     total = max(row["parameters"] for row in here)
-    middle.set_title("Growth with parameters, ms", fontsize=9, loc="left")
+    middle.set_title("Growth with parameters, ms", fontsize=9.5, loc="left")
     _label_axis(middle, "parameters, in 1024 x 1024 matrices")
-    right.set_title("Growth with tensors, ms", fontsize=9, loc="left")
+    right.set_title("Growth with tensors, ms", fontsize=9.5, loc="left")
     _label_axis(right, f"tensors, {total / 1e6:.0f} M parameters in all")
 
 
@@ -131,8 +139,8 @@ def _three_digits(number: float) -> str:
 
 
 def _label_axis(axes: Axes, label: str) -> None:
-    axes.set_xlabel(label, fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.set_xlabel(label, fontsize=TEXT_PT)
+    axes.tick_params(labelsize=TEXT_PT)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -139,7 +139,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     sides = figure.subplots(1, 2, sharey=True)
     perceptrons = [row for row in rows if row["network"].startswith("perceptron")]
     others = [row for row in rows if row not in perceptrons]
@@ -152,10 +152,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
         if some:
-            axes.legend(frameon=False, fontsize=9, loc="lower right")
+            axes.legend(frameon=False, fontsize=8.5, loc="lower right")
     sides[0].set_ylabel("relative change of the median layer's gradient")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=200)
 
 
 def _short(value: float) -> float | None:

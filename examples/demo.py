@@ -177,9 +177,9 @@ def verdict(best: list[Run], default: Run, data: Digits) -> str:
 
 def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: float) -> Figure:
     """Draw the learning curves, and the final accuracy by learning rate."""
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    task = f"Training a {plan.depth}-layer perceptron to read digits, without batch norm or skip connections"
-    figure.suptitle(task, fontsize=13, fontweight="bold")
+    figure = Figure(figsize=(7.4, 4.8), layout="constrained")
+    task = f"Training a {plan.depth}-layer perceptron to read digits,\nwithout batch norm or skip connections"
+    figure.suptitle(task, fontsize=12, fontweight="bold", x=0.01, ha="left")
     curves, rates = figure.subplots(1, 2, sharey=True, width_ratios=[5, 3])
     shown = [run for run in runs if run in best or run is default]
     for run in runs:
@@ -205,11 +205,11 @@ def draw(runs: list[Run], best: list[Run], default: Run, plan: Plan, chance: flo
     curves.text(1, chance - 0.02, "chance", color="0.35", va="top")
     curves.set(xlabel="epoch", ylabel="training accuracy", ylim=(0, 1.02), xlim=(0, plan.epochs))
     curves.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    curves.set_title("Each at its best step size (thin lines: at the others)", fontsize=11, loc="left")
+    curves.set_title("At the best step size (thin: others)", fontsize=10.5, loc="left")
     rates.set(xscale="log", xlabel="initial step size")
     rates.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
     rates.minorticks_off()
-    rates.set_title("Last epoch, at every step size", fontsize=11, loc="left")
+    rates.set_title("Last epoch, every size", fontsize=10.5, loc="left")
     rates.legend(frameon=False)
     return figure
 

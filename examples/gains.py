@@ -98,11 +98,10 @@ def train(plan: Plan, penalty: float, seed: int) -> Run:
 
 def draw(runs: list[Run], plan: Plan) -> Figure:
     """Draw gains, training loss and test error by strength of the penalty, with a thin line per seed."""
-    figure = Figure(figsize=(11, 3.9), dpi=160, layout="constrained")
-    figure.suptitle(
-        "Gains pulled to one: a batch-normalised network that would overfit", fontsize=12, fontweight="bold"
-    )
-    gains, loss, error = figure.subplots(1, 3)
+    figure = Figure(figsize=(6.8, 6.4), dpi=200, layout="constrained")
+    title = "Gains pulled to one: a batch-normalised network that would overfit"
+    figure.suptitle(title, fontsize=11.5, fontweight="bold")
+    gains, loss, error = figure.subplot_mosaic([["gains", "gains"], ["loss", "error"]]).values()
     penalties = sorted({run.penalty for run in runs})
     by_penalty = [[run for run in runs if run.penalty == penalty] for penalty in penalties]
     for place, group in enumerate(by_penalty):
@@ -125,9 +124,9 @@ def draw(runs: list[Run], plan: Plan) -> Figure:
     loss.yaxis.set_minor_locator(NullLocator())
     loss.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     _style(gains, penalties, "Gains: all, eight in ten, four in ten")
-    _style(loss, penalties, f"Training loss, {plan.wrong:.0%} of the labels at random")
+    _style(loss, penalties, f"Training loss, {plan.wrong:.0%} of labels random")
     without = 100 * statistics.mean(free.values())
-    _style(error, penalties, f"Test error, points from the {without:.1f}% without it")
+    _style(error, penalties, f"Test error, points from {without:.1f}% at 0")
     return figure
 
 
@@ -141,9 +140,9 @@ def _error_change(free: dict[int, float], run: Run) -> float:
 
 def _style(axes: Axes, penalties: list[float], title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xticks(range(len(penalties)), [f"{penalty:g}" for penalty in penalties], fontsize=8)
-    axes.set_xlabel("gain_penalty", fontsize=9)
-    axes.tick_params(labelsize=8)
+    axes.set_xticks(range(len(penalties)), [f"{penalty:g}" for penalty in penalties], rotation=35)
+    axes.set_xlabel("gain_penalty", fontsize=9.5)
+    axes.tick_params(labelsize=9)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
 

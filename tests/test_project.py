@@ -8,14 +8,17 @@ import runpy
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image, ImageSequence
 
 import nero
 
 ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "docs/figures"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 BACKENDS = sorted((ROOT / "src/nero/backends").rglob("*.py"))
 MAX_IMPORT_S = 0.03
@@ -169,3 +172,58 @@ def test_example_runs_and_writes_its_figure(
         json.loads((folder / f"{script}.json").read_text()) for folder in (tmp_path, ROOT / "docs/figures")
     )
     assert found.keys() == committed.keys()
+
+
+def test_example_of_the_sphere_draws_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    threads = torch.get_num_threads()
+    example = runpy.run_path(str(ROOT / "examples/sphere.py"))
+    assert example["main"](["--steps", "2", "--out", str(tmp_path)]) == 0
+    torch.set_num_threads(threads)
+    assert "in 2 steps" in capsys.readouterr().out
+    with Image.open(tmp_path / "sphere.gif") as film:
+        assert film.n_frames == 3
+        assert film.info["comment"].decode() == sha256((tmp_path / "sphere.json").read_bytes()).hexdigest()
+    found, committed = (json.loads((folder / "sphere.json").read_text()) for folder in (tmp_path, FIGURES))
+    assert found.keys() == committed.keys()
+    assert found["neurons"][0] == [pytest.approx(neuron, abs=1e-4) for neuron in committed["neurons"][0]]
+
+
+def test_sphere_is_drawn_from_its_committed_record():
+    record = (FIGURES / "sphere.json").read_bytes()
+    neurons, losses = (torch.tensor(json.loads(record)[key]) for key in ("neurons", "train_loss"))
+    assert neurons.sum(-1).abs().max() < 1e-4  # the record is rounded
+    assert (neurons.norm(dim=-1) - 1).abs().max() < 1e-4
+    assert losses[-1] < losses[0] / 4
+    assert (FIGURES / "sphere.gif").stat().st_size < 1_500_000
+    with Image.open(FIGURES / "sphere.gif") as film:
+        assert film.info["comment"].decode() == sha256(record).hexdigest()
+        assert film.info["loop"] == 0
+        assert film.n_frames == len(losses)
+        frames = [
+            (frame.info["duration"], frame.convert("RGB").getpixel((1, 1))) for frame in ImageSequence.Iterator(film)
+        ]
+    assert 5000 <= sum(duration for duration, _ in frames) <= 8000
+    assert {corner for _, corner in frames} == {(255, 255, 255)}
+
+
+def test_picture_of_a_step_is_of_the_rule(tmp_path: Path):
+    example = runpy.run_path(str(ROOT / "examples/sphere.py"))
+    rate = example["STEP_RATE"]
+    step = example["take_step"](rate)
+    assert (step.moved - step.start).norm().item() == pytest.approx(rate)  # |w| is one
+    for balanced in (step.start, step.end):
+        assert balanced.sum().item() == pytest.approx(0, abs=1e-6)
+        assert balanced.norm().item() == pytest.approx(1)
+    assert step.centred.sum().item() == pytest.approx(0, abs=1e-6)
+    assert step.centred.norm() * step.end == pytest.approx(step.centred)
+    example["write_step"](tmp_path / "constraint.svg")
+    drawn, committed = ((folder / "constraint.svg").read_text() for folder in (tmp_path, FIGURES))
+    assert "<text" not in committed  # letters are outlines, so that no font is needed
+    numbers = [[float(number) for number in re.findall(r"-?\d+\.\d+", text)] for text in (drawn, committed)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=0.01), "run python examples/sphere.py --draw --out docs/figures"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("figures/*.png")), ids=lambda path: path.name)
+def test_figure_is_opaque(path: Path):
+    with Image.open(path) as figure:
+        assert figure.convert("RGBA").getchannel("A").getextrema() == (255, 255)

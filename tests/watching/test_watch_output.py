@@ -50,7 +50,7 @@ def test_curves_show_the_readings_in_degrees():
     from nero.watching.picture import draw
 
     watched = watched_run()
-    chart = draw(watched.readings).subfigs[0].subfigs[0].axes[0]
+    chart = draw(watched.readings).subfigs[0].axes[0]
     names = {text.get_text(): text.get_color() for text in chart.texts}
     for name in ("0.weight", "3.weight"):
         wanted = [math.degrees(reading[name].from_start.middle) for reading in watched.readings]
@@ -128,7 +128,7 @@ def test_rings_extend_to_180_degrees_and_labels_are_spaced():
 
     layer = Layer("a", "neuron", 3, 5, 0, Spread(1.0, 2.0, 3.0), Spread(1.0, 2.0, 3.0), Spread(0, 0, 0), 1.0, 0.0, 0.0)
     figure = draw([Reading.of([layer], 5)])
-    assert figure.subfigs[0].subfigs[1].axes[0].get_thetamax() == 180
+    assert figure.subfigs[2].subfigs[0].axes[0].get_thetamax() == 180
     assert _spaced([1.0, 1.0, 5.0], 0.5) == pytest.approx([0.75, 1.25, 5.0])
 
 

@@ -36,18 +36,19 @@ class Track(NamedTuple):
 
 
 def draw(readings: Sequence[Reading]) -> Figure:
-    """Draw a figure: above, "from start" over the run and at its end; below, "turned", "grad norm" and shares."""
+    """Draw a figure: "from start" over the run; "turned" and "grad norm"; "from start" at the end, and shares."""
     tracks = _tracks(readings)
-    figure = Figure(figsize=(11.5, 7), dpi=160, layout="constrained")
-    above, below = cast(list[SubFigure], figure.subfigures(2, 1, height_ratios=[1.55, 1]))
-    left, right = cast(list[SubFigure], above.subfigures(1, 2, width_ratios=[1.5, 1]))
-    _draw_from_start(left, tracks)
-    _draw_rings(right, tracks)
-    turned, grad_norm, shares = below.subplots(1, 3)
+    figure = Figure(figsize=(7.4, 9), dpi=200, layout="constrained")
+    above, middle, below = cast(list[SubFigure], figure.subfigures(3, 1, height_ratios=[1.25, 0.9, 1]))
+    _draw_from_start(above, tracks)
+    turned, grad_norm = middle.subplots(1, 2)
+    left, right = cast(list[SubFigure], below.subfigures(1, 2))
+    _draw_rings(left, tracks)
+    shares = right.subplots()
     _draw_curves(turned, tracks, lambda layer: Spread(*map(math.degrees, layer.turned)))
     turned.yaxis.set_major_formatter(lambda value, _: f"{value:g}°")
     turned.set_ylim(bottom=0)
-    _style(turned, "Turned: the angle since the last reading")
+    _style(turned, "Turned: since the last reading")
     _draw_curves(grad_norm, tracks, _positive_grad_norm)
     _set_log_scale(grad_norm, [layer.grad_norm.middle for track in tracks for layer in track.layers])
     _style(grad_norm, "Grad norm: of a neuron")
@@ -142,7 +143,7 @@ def _draw_rings(figure: SubFigure, tracks: list[Track]) -> None:
     axes.grid(color=PALE, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_color(PALE)
-    axes.set_title("From start: at the end, first layer inmost", fontsize=SMALL_PT + 1, fontweight="bold", loc="left")
+    axes.set_title("From start: the end, first layer inmost", fontsize=SMALL_PT + 1, fontweight="bold", loc="left")
 
 
 def _spaced(places: Sequence[float], room: float) -> list[float]:

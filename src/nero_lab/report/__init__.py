@@ -25,7 +25,7 @@ def report(records: list[Record], out: Path) -> list[Path]:
         out: the folder of the pages. A page that does not exist yet is created with its tables and figure.
 
     Returns:
-        The files written: a figure and a page per task with a record, and the index.
+        The files written: a figure and a page per task with a record, the figure of Table 1, and the index.
 
     Raises:
         StoreError: if a record or a page is malformed, or the folder cannot be written to.
@@ -37,12 +37,18 @@ def report(records: list[Record], out: Path) -> list[Path]:
         figure = f"![{all_published()[task].claim}](figures/{task}.png)\n\n"
         texts[out / f"{task}.md"] = fill_page(out / f"{task}.md", tables, bare_page(task, tables, figure))
     index, tables = out / "README.md", overview_tables(runs)
-    texts[index] = fill_page(index, tables, bare_page("The tasks", tables))
+    has_table1 = any(all_published()[task].table1_name for task in runs.tasks)
+    figure = "![Learning curves of the tasks of Table 1](figures/table1.png)\n\n" * has_table1
+    texts[index] = fill_page(index, tables, bare_page("The tasks", tables, figure))
     _check_writable(out)
     drawn = []
     for task in runs.tasks:
         path = out / "figures" / f"{task}.png"
         figures.save(figures.draw(task, runs), path)
+        drawn.append(path)
+    if has_table1:
+        path = out / "figures" / "table1.png"
+        figures.save(figures.draw_table1(runs), path)
         drawn.append(path)
     for path, text in texts.items():
         write_bytes(path, text.encode())

@@ -6,12 +6,15 @@ Ours are solid, the published ones dashed or hollow. Every optimiser has one col
 import io
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
 from nero_lab.report.drawing import (
@@ -30,6 +33,7 @@ from nero_lab.report.drawing import (
 )
 from nero_lab.report.labels import draw_key, label_ends, note_if_empty
 from nero_lab.report.names import dataset_name, display_name
+from nero_lab.report.overview import TABLE1_COLUMNS, table1_rows
 from nero_lab.report.published import Measure, Published, all_published
 from nero_lab.report.runs import Runs
 from nero_lab.report.scales import (
@@ -40,9 +44,15 @@ from nero_lab.report.scales import (
     show_per_cent,
     style_axes,
 )
+from nero_lab.report.tables import measure_name
 from nero_lab.store import write_bytes
 
 DPI = 200
+#: Inches, so narrow that a telephone shows readable letters.
+WIDTH = 7.4
+TABLE1_WIDTH = 6.4
+#: Characters of a name beside a curve; with longer ones, the panels stand above each other.
+MAX_LABEL_LENGTH = 15
 #: The share of ones, the most frequent digit in MNIST's training set.
 CHANCE_PER_CENT = 100 * 6742 / 60000
 CONSTRAINT_LABELS = {"nero-both": "both", "nero-norm": "norm only", "nero-mean": "mean only", "nero-neither": "neither"}
@@ -61,6 +71,62 @@ def draw(task: str, runs: Runs) -> Figure:
     return drawings.get(task, _draw_errors)(facts, runs)
 
 
+def draw_table1(runs: Runs) -> Figure:
+    """Draw the curves of Table 1's tasks, a panel per task, with the paper's last values at the right edge."""
+    tasks = [replace(facts, stored_curves=()) for facts in all_published().values() if facts.table1_name]
+    figure, panels = make_panels(TABLE1_WIDTH, 2.5 * len(tasks) / 2 + 0.6, rows=(len(tasks) + 1) // 2, columns=(1, 1))
+    is_marked = False
+    for axes, facts in zip(panels, tasks, strict=False):
+        entries = [make_entry(row, runs) for row in table1_rows(facts)]
+        for place, entry in enumerate(entries):
+            draw_curve(axes, entry, facts.measure, place, len(entries))
+        is_marked |= _set_table1_scale(axes, entries, facts)
+        if facts.is_comparable:
+            draw_paper_strip(axes, entries, facts)
+        note_if_empty(axes, entries)
+        seeds = ", ".join(str(len(entry.runs)) for entry in entries)
+        unit = "steps of the game" if facts.measure == "reward" else "epoch"
+        style_axes(axes, f"{unit}; seeds: {seeds}", "")
+        axes.set_title(
+            str(facts.table1_name).partition(", transformer")[0], fontsize=10, weight="bold", loc="left", pad=21
+        )
+        options: dict[str, Any] = {"transform": axes.transAxes, "color": GREY, "fontsize": SMALL_PT, "in_layout": False}
+        axes.text(0, 1.035, measure_name(facts), **options)
+    for axes in panels[len(tasks) :]:
+        axes.set_axis_off()
+    handles: list[Artist] = [
+        Line2D(
+            [],
+            [],
+            color=STYLES[name].colour,
+            marker=STYLES[name].marker,
+            label=display_name(name),
+            lw=1.5 + 0.9 * (name == "nero"),
+        )
+        for name in TABLE1_COLUMNS
+    ]
+    handles += [
+        Patch(color=GREY, alpha=0.25, linewidth=0, label="range over seeds"),
+        Line2D([], [], color=GREY, linewidth=0, marker="o", mfc="white", label="paper, mean ± spread"),
+    ]
+    if is_marked:
+        handles.append(_peak_mark())
+    figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def _set_table1_scale(axes: Axes, entries: list[Entry], facts: Published) -> bool:
+    """Set the axes of a panel of Table 1; return True if a curve leaves the frame."""
+    if facts.measure == "reward":
+        _set_return_scale(axes, facts)
+        return False
+    if facts.measure == "test_distance":
+        set_distance_scale([axes], all_values(entries, facts.measure), facts.epochs)
+        return False
+    set_log_scale(axes, entries, facts.measure, facts)
+    return mark_above_frame(axes, entries, facts.measure, facts)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG on white; the same figure gives the same bytes."""
     options: dict[str, Any] = {"format": "png", "dpi": DPI, "facecolor": "white", "metadata": {"Software": None}}
@@ -70,7 +136,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _draw_deep(facts: Published, runs: Runs) -> Figure:
-    figure, (curves, rates) = make_panels(10, 4.6, columns=(5, 3.4))
+    figure, (curves, rates) = make_panels(WIDTH, 4.2, columns=(5, 3.2))
     entries = [make_entry(row, runs) for row in facts.rows]
     for axes in (curves, rates):
         axes.axhline(CHANCE_PER_CENT, color=GREY, linestyle=(0, (1, 2)), linewidth=1, zorder=1)
@@ -81,7 +147,7 @@ def _draw_deep(facts: Published, runs: Runs) -> Figure:
     curves.text(0.5, CHANCE_PER_CENT - 3, "chance", color=GREY, va="top", fontsize=SMALL_PT)
     curves.set_xlim(0, 1.01 * facts.epochs)
     label_ends(curves, entries, facts)
-    style_axes(curves, "epoch", "Train accuracy, each at the authors' best rate")
+    style_axes(curves, "epoch", "Train accuracy at the authors' best rate")
     has_diverged = _draw_search(rates, entries, facts, runs)
     show_per_cent(curves, rates)
     mark = Line2D([], [], color="black", linewidth=0, marker="x", markeredgewidth=1.6, label="diverged")
@@ -115,7 +181,7 @@ def _draw_search(axes: Axes, entries: list[Entry], facts: Published, runs: Runs)
     axes.set_xscale("log")
     axes.set_xticks(tried, [f"{rate:g}" for rate in tried])
     axes.xaxis.set_minor_locator(NullLocator())
-    style_axes(axes, "learning rate (points shifted apart)", "Seed 0 at every rate, last epoch")
+    style_axes(axes, "learning rate (shifted)", "Seed 0, last epoch")
     return has_diverged
 
 
@@ -138,9 +204,10 @@ def _draw_reparameterised(facts: Published, runs: Runs) -> Figure:
 
 
 def _draw_errors(facts: Published, runs: Runs) -> Figure:
-    """Draw errors or perplexities: training on the left, the claim on the right."""
-    figure, panels = make_panels(10, 4.6, columns=(1, 1.12))
+    """Draw errors or perplexities: training on the left or above, the claim on the right or below."""
     entries = [make_entry(row, runs, CONSTRAINT_LABELS.get(row.optimiser)) for row in facts.rows]
+    is_wide = max(len(entry.label) for entry in entries) > MAX_LABEL_LENGTH
+    figure, panels = make_panels(WIDTH, 7.4, rows=2) if is_wide else make_panels(WIDTH, 4.2, columns=(1, 1.12))
     measures: dict[Measure, str] = {"train_error": "Train error", "test_error": "Test error"}
     if facts.measure == "valid_perplexity":
         measures = {"train_perplexity": "Train perplexity", "valid_perplexity": "Validation perplexity"}
@@ -160,42 +227,49 @@ def _draw_errors(facts: Published, runs: Runs) -> Figure:
     if not facts.stored_curves and facts.is_comparable:
         draw_paper_strip(panels[1], entries, facts)
     label_ends(panels[1], entries, facts)
-    mark = Line2D([], [], color=GREY, linewidth=0, marker=PEAK_MARKER, markersize=4.5, label="peak above the frame")
-    draw_key(figure, entries, facts, marks=[mark] if is_marked else [])
+    draw_key(figure, entries, facts, marks=[_peak_mark()] if is_marked else [])
     return figure
 
 
+def _peak_mark() -> Line2D:
+    return Line2D([], [], color=GREY, linewidth=0, marker=PEAK_MARKER, markersize=4.5, label="peak above the frame")
+
+
 def _draw_distances(facts: Published, runs: Runs) -> Figure:
-    figure, panels = make_panels(10, 4.6, columns=(1, 1))
+    figure, panels = make_panels(WIDTH, 4.2, columns=(1, 1))
     entries = [make_entry(row, runs) for row in facts.rows]
     measures: dict[Measure, str] = {"train_distance": "training", "test_distance": "test"}
     for axes, (measure, images) in zip(panels, measures.items(), strict=True):
         for place, entry in enumerate(entries):
             draw_curve(axes, entry, measure, place, len(entries))
-        style_axes(axes, "epoch", f"Fréchet distance to {images} images (not FID)")
+        style_axes(axes, "epoch", f"Fréchet distance, {images} images")
     values = [value for measure in measures for value in all_values(entries, measure)]
     set_distance_scale(panels, values, facts.epochs)
     note_if_empty(panels[0], entries)
     label_ends(panels[1], entries, facts)
-    draw_key(figure, entries, facts)
+    draw_key(figure, entries, facts, marks=[Line2D([], [], linewidth=0, label="these distances are not FID")])
     return figure
 
 
 def _draw_rewards(facts: Published, runs: Runs) -> Figure:
-    figure, (axes,) = make_panels(9, 4.6)
+    figure, (axes,) = make_panels(WIDTH, 4.4)
     entries = [make_entry(row, runs) for row in facts.rows]
     for place, entry in enumerate(entries):
         draw_curve(axes, entry, "reward", place, len(entries), show_seeds=True)
-    axes.set_ylim(-22, 25)
-    axes.set_yticks([-21, -10, 0, 10, 21])
+    _set_return_scale(axes, facts)
     note_if_empty(axes, entries)
     draw_paper_strip(axes, entries, facts)
-    millions = range(6)  # a run has 5 million steps
-    axes.set_xticks([facts.epochs * step / 5 for step in millions], [f"{step} M" for step in millions])
     label_ends(axes, entries, facts)
     style_axes(axes, "steps of the game", "Mean return of the last 100 episodes")
     draw_key(figure, entries, facts, show_seeds=True)
     return figure
+
+
+def _set_return_scale(axes: Axes, facts: Published) -> None:
+    axes.set_ylim(-22, 25)
+    axes.set_yticks([-21, -10, 0, 10, 21])
+    millions = range(6)  # a run has 5 million steps
+    axes.set_xticks([facts.epochs * step / 5 for step in millions], [f"{step} M" for step in millions])
 
 
 def _unit_label(optimiser: str) -> str:
@@ -205,7 +279,7 @@ def _unit_label(optimiser: str) -> str:
 
 
 def _draw_granularity(facts: Published, runs: Runs) -> Figure:
-    figure, panels = make_panels(7.4, 7.4, rows=2)
+    figure, panels = make_panels(WIDTH, 7.4, rows=2)
     free = [row for row in facts.rows if not row.optimiser.endswith(("-balanced", "-both"))]
     balanced = [row for row in facts.rows if row not in free]
     by_panel: list[list[Entry]] = []

@@ -37,10 +37,17 @@ def full_table1(runs: Runs) -> str:
     for facts in _with_records(runs):
         if facts.table1_name is None:
             continue
-        rows = _table1_rows(facts)
+        rows = table1_rows(facts)
         lines.append((facts.table1_name, measure_name(facts), "ours", *(our_result(facts, runs, row) for row in rows)))
-        lines.append(("", facts.paper_measure, "paper", *(_printed(facts, row) for row in rows)))
+        lines.append(("", facts.paper_measure, "paper", *(with_spread(row.mean, row.spread) for row in rows)))
     return render_table(("task", "measure", "whose", *map(display_name, TABLE1_COLUMNS)), lines, left=3)
+
+
+def table1_rows(facts: Published) -> list[PublishedRow]:
+    """Return a task's rows of Table 1, with the means and spreads that are printed there."""
+    rows = {row.optimiser: row for row in facts.rows}
+    values = {name: facts.table1_values.get(name, rows[name][-2:]) for name in TABLE1_COLUMNS}
+    return [rows[name]._replace(mean=mean, spread=spread) for name, (mean, spread) in values.items()]
 
 
 def compact_table1(runs: Runs) -> str:
@@ -52,7 +59,7 @@ def compact_table1(runs: Runs) -> str:
         measure = measure_name(facts)
         if not facts.is_comparable:
             measure = f"{measure} (ours) / {facts.paper_measure} (paper)"
-        lines.append((facts.table1_name, measure, *(_ours_and_paper(facts, runs, row) for row in _table1_rows(facts))))
+        lines.append((facts.table1_name, measure, *(_ours_and_paper(facts, runs, row) for row in table1_rows(facts))))
     return render_table(("task", "measure", *map(display_name, TABLE1_COLUMNS)), lines, left=2)
 
 
@@ -112,19 +119,6 @@ def _seeds_by_contender(seeds: dict[str, int]) -> list[str]:
     return [*parts, f"{', '.join(missing)} {NOT_RUN}"] if missing else parts
 
 
-def _table1_rows(facts: Published) -> list[PublishedRow]:
-    rows = {row.optimiser: row for row in facts.rows}
-    return [rows[name] for name in TABLE1_COLUMNS]
-
-
-def _table1_values(facts: Published, row: PublishedRow) -> tuple[float, float]:
-    return facts.table1_values.get(row.optimiser, (row.mean, row.spread))
-
-
-def _printed(facts: Published, row: PublishedRow) -> str:
-    return with_spread(*_table1_values(facts, row))
-
-
 def _ours_and_paper(facts: Published, runs: Runs, row: PublishedRow) -> str:
     by_seed = runs.counted(row)
     ours = NOT_RUN
@@ -132,4 +126,4 @@ def _ours_and_paper(facts: Published, runs: Runs, row: PublishedRow) -> str:
         mean, _ = mean_and_spread([run.final(facts.measure) for run in by_seed.values()])
         mark = DIVERGED if any(run.has_diverged for run in by_seed.values()) else ""
         ours = number(mean) + mark + seeds_note(len(by_seed))
-    return f"{ours} / {number(_table1_values(facts, row)[0])}"
+    return f"{ours} / {number(row.mean)}"

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
@@ -17,9 +18,9 @@ from report_samples import EPOCHS, RESULTS, ROOT, cells, diverge, make_all_recor
 from nero_lab.report import report
 from nero_lab.report.__main__ import main
 from nero_lab.report.drawing import DEFAULT_STYLE, make_entry
-from nero_lab.report.figures import draw
+from nero_lab.report.figures import draw, draw_table1
 from nero_lab.report.labels import spread_labels
-from nero_lab.report.published import PublishedRow, all_published
+from nero_lab.report.published import Published, PublishedRow, all_published
 from nero_lab.report.runs import Runs
 from nero_lab.report.tables import task_tables
 from nero_lab.store import StoreError, read_records
@@ -33,6 +34,7 @@ DEEP = make_record("mnist-deep", "nero", 0.001, 0, 0.92)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make reports without drawing figures."""
     monkeypatch.setattr("nero_lab.report.figures.draw", lambda *_: None)
+    monkeypatch.setattr("nero_lab.report.figures.draw_table1", lambda *_: None)
     monkeypatch.setattr("nero_lab.report.figures.save", lambda *_: None)
 
 
@@ -61,7 +63,8 @@ def test_figure_has_a_white_margin_and_is_opaque(tmp_path: Path):
 def test_report_writes_pages_of_tasks_with_records(tasks: tuple[str, ...], tmp_path: Path):
     records = make_all_records(1, tasks=tasks) if tasks else []
     names = {path.name for path in report(records, tmp_path)}
-    assert names == {"README.md", *(f"{task}{end}" for task in tasks for end in (".md", ".png"))}
+    table1 = {"table1.png"} if tasks else set()
+    assert names == {"README.md", *table1, *(f"{task}{end}" for task in tasks for end in (".md", ".png"))}
     assert {path.stem for path in tmp_path.glob("*.md")} == {"README", *tasks}
     index = (tmp_path / "README.md").read_text()
     assert set(re.findall(r"\]\((\S+)\.md\)", index)) == set(tasks)
@@ -248,6 +251,44 @@ def test_perplexity_above_the_frame_is_marked():
     assert not is_inside(train, 1e5)
     assert any(list(line.get_xdata()) == [91] for line in train.lines)
     assert "peak above the frame" in key  # the authors' SGD leaves the frame, too
+
+
+ENDS: dict[str, Callable[[dict[str, list[float]]], float]] = {
+    "test_error": lambda curve: 100 * (1 - curve["test_accuracy"][-1]),
+    "valid_perplexity": lambda curve: math.exp(curve["valid_loss"][-1]),
+    "reward": lambda curve: curve["reward"][-1],
+    "test_distance": lambda curve: curve["test_distance"][-1],
+}
+
+
+def test_figure_of_table1_shows_the_committed_records():
+    figure = draw_table1(Runs(read_records(RESULTS)))
+    tasks = [facts for facts in all_published().values() if facts.table1_name]
+    for axes, facts in zip(figure.axes, tasks, strict=True):
+        records = [json.loads(line) for line in (RESULTS / f"{facts.task}.jsonl").read_text().splitlines()]
+        ends = {
+            name: [ENDS[facts.measure](record["curve"]) for record in records if is_of(record, facts, name)]
+            for name in ("nero", "sgd", "adam", "lamb")
+        }
+        drawn = [line.get_ydata()[-1] for line in axes.lines if len(line.get_xdata()) > 5]
+        assert drawn == pytest.approx([sum(values) / len(values) for values in ends.values() if values])
+        assert axes.get_xlabel().endswith(f"seeds: {', '.join(str(len(values)) for values in ends.values())}")
+        assert sum(line.get_markerfacecolor() == "white" for line in axes.lines) == 4 * facts.is_comparable
+
+
+def is_of(record: dict[str, Any], facts: Published, optimiser: str) -> bool:
+    """Check that a record is of an optimiser, at its best rate and in all epochs."""
+    (rate,) = (row.rate for row in facts.rows if row.optimiser == optimiser)
+    return (record["optimiser"], record["lr"], record["epochs"]) == (optimiser, rate, facts.epochs)
+
+
+@pytest.mark.parametrize("records", [*SCENES.values(), []], ids=[*SCENES, "no records"])
+def test_figure_of_table1_draws_any_records(records: list[dict[str, Any]]):
+    figure = draw_table1(Runs(records))
+    figure.draw_without_rendering()
+    assert all(axes.get_ylim()[0] < axes.get_ylim()[1] for axes in figure.axes)
+    texts = [axes.title for axes in figure.axes] + [text for axes in figure.axes for text in axes.texts]
+    assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)
 
 
 def test_gan_figure_has_both_distances():

@@ -19,7 +19,7 @@ from nero_lab.report.scales import PEAK_MARKER, style_axes
 from nero_lab.report.today.study import OURS, SERIES, Run, Study, Width, goal_of
 
 PALE = "#d9d9d9"
-COLUMNS = 4
+COLUMNS = 3
 #: Curves are shown from this share of the run on; before, all fall steeply.
 SHOWN_FROM = 0.1
 #: The target of airbench, in per cent.
@@ -43,9 +43,9 @@ class Drawing(NamedTuple):
 def draw_sensitivity(study: Study, task: str) -> Figure:
     """Draw the result by rate, one panel a contender, with all others in grey behind it."""
     contenders = study.ranking(task)
-    columns = 3 if len(contenders) in (5, 6, 9) else min(COLUMNS, len(contenders))
+    columns = min(COLUMNS, len(contenders))
     rows = math.ceil(len(contenders) / columns)
-    figure, panels = make_panels(2.6 * columns + 0.4, 2.35 * rows + 0.5, rows, [1] * columns)
+    figure, panels = make_panels(2.2 * columns + 0.6, 2.25 * rows + 0.7, rows, [1] * columns)
     goal = goal_of(task)
     searches = {name: study.search(task, name) for name in contenders}
     low, top = _frame([[run.value for run in found.values()] for found in searches.values()])
@@ -89,7 +89,7 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
 def draw_curves(study: Study, task: str) -> Figure:
     """Draw the mean curve over seeds of each contender at its best rate, by steps, and by seconds if times compare."""
     goal, has_times = goal_of(task), study.has_steady_times(task)
-    figure, panels = make_panels(11 if has_times else 8, 5.2, columns=(1, 1.36) if has_times else (1,))
+    figure, panels = make_panels(11 if has_times else 7, 4.8, columns=(1, 1.36) if has_times else (1,))
     contenders = study.ranking(task)
     means = {name: _mean_curve(study.best_runs(task, name)) for name in contenders}
     shown = {name: [v for v in curve[int(SHOWN_FROM * len(curve)) :] if v < math.inf] for name, curve in means.items()}
@@ -123,7 +123,7 @@ CURVE_NAMES = {"valid_loss": "Validation loss in nats a token"}
 
 def draw_state(study: Study, task: str) -> Figure:
     """Draw the optimiser's bytes a parameter beside the result."""
-    figure, (axes,) = make_panels(8, 4.6)
+    figure, (axes,) = make_panels(7, 4.6)
     points = {}
     for contender in study.ranking(task):
         best, values = study.best_runs(task, contender), study.values(task, contender)
@@ -144,18 +144,19 @@ def draw_state(study: Study, task: str) -> Figure:
 
 
 def draw_transfer(study: Study) -> Figure:
-    """Draw the result by rate at each width and depth that was run, one column a contender; a star is the best rate."""
-    rows = {kind: list(tasks.values()) for kind, tasks in SERIES.items() if _has_series(study, kind)}
-    known = [(task, name) for tasks in rows.values() for task in tasks for name in study.contenders(task)]
+    """Draw the result by rate at each width and depth that was run, one row a contender; a star is the best rate."""
+    series = {kind: list(tasks.values()) for kind, tasks in SERIES.items() if _has_series(study, kind)}
+    known = [(task, name) for tasks in series.values() for task in tasks for name in study.contenders(task)]
     contenders = list(dict.fromkeys(name for task, name in known if study.search(task, name)))
-    columns = len(contenders)
-    figure, panels = make_panels(2.6 * columns + 0.9, 2.6 * len(rows) + 0.4, len(rows), [1] * columns)
-    for row, (kind, tasks) in enumerate(rows.items()):
+    columns = len(series)
+    figure, panels = make_panels(3 * columns + 0.6, 2.2 * len(contenders) + 0.7, len(contenders), [1] * columns)
+    handles = []
+    for column, (kind, tasks) in enumerate(series.items()):
         searches = {name: [study.search(task, name) for task in tasks] for name in contenders}
         values = [[run.value for run in found.values()] for parts in searches.values() for found in parts if found]
         low, top = _frame(values)
-        for column, contender in enumerate(contenders):
-            axes, is_last = panels[row * columns + column], row == len(rows) - 1
+        for row, contender in enumerate(contenders):
+            axes, is_last = panels[row * columns + column], row == len(contenders) - 1
             for place, found in enumerate(searches[contender]):
                 _plot_search(axes, found, Style(_shade(place), "o"), low, top, width=1.6)
                 best = study.best_rate(tasks[place], contender)
@@ -166,23 +167,22 @@ def draw_transfer(study: Study) -> Figure:
             axes.xaxis.set_minor_formatter(NullFormatter())  # within a decade their labels would overlap
             _tick_rates(axes, [rate for found in searches[contender] for rate in found])
             style_axes(axes, "learning rate" if is_last else "", "")
-            if not row:
-                _title(axes, contender, "")
-            axes.tick_params(labelleft=not column, labelsize=8)
-            axes.set_ylabel(f"{goal_of(tasks[0]).name}, by {kind}" if not column else "", fontsize=9)
-        handles = [
+            _title(axes, contender, "")
+            axes.tick_params(labelsize=8.5)
+            axes.set_ylabel(goal_of(tasks[0]).name if not column else "", fontsize=9)
+        handles += [
             Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {size}")
             for place, size in enumerate(SERIES[kind])
         ]
-        options = {"loc": "center left", "bbox_to_anchor": (1.02, 0.5), "frameon": False, "fontsize": SMALL_PT}
-        panels[(row + 1) * columns - 1].legend(handles=handles, **options)
+    options = {"ncols": columns, "frameon": False, "fontsize": 9, "borderaxespad": 0.8}
+    figure.legend(handles=handles, loc="outside upper left", **options)
     return figure
 
 
 def draw_airbench(study: Study) -> Figure:
     """Draw the accuracy of every run, with the mean and its standard error."""
     contenders = study.ranking("airbench")[::-1]
-    figure, (axes,) = make_panels(9, 0.75 * len(contenders) + 1.3)
+    figure, (axes,) = make_panels(7, 0.75 * len(contenders) + 1.3)
     for place, contender in enumerate(contenders):
         colour, _ = _style(contender)
         found = [100 - value for value in study.values("airbench", contender) if math.isfinite(value)]

@@ -8,6 +8,7 @@ source files that a page links to become pages.
 import html
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,8 @@ TASKS = {
 }
 #: A link to a file or folder of the repository.
 LINK = re.compile(r"\]\(([^)#\s:]+)\)")
+#: A bar of a norm, which browsers would stretch to the height of its line.
+NORM = re.compile(r'<mo(?: class="[^"]*")?>‖</mo>')
 #: Files that a browser shows as a page; others, such as records, are downloads.
 READABLE = (".py", ".toml", ".txt", "Makefile")
 
@@ -97,12 +100,12 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 80
 add_module_names = False
+highlight_language = "text"  # of blocks without a language, such as trees
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!nero\.).*")]  # names of other libraries, which no inventory here has
 nitpick_ignore = [("py:class", "nero.watching.reading.BatchResult")]  # internal, in the signature of Reading
@@ -123,12 +126,19 @@ log = logging.getLogger(__name__)
 
 def setup(app: Sphinx) -> None:
     """Connect the functions below."""
+    app.connect("autodoc-process-docstring", clear_field)
     app.connect("source-read", add_navigation)
     app.connect("source-read", mark_source_links)
     app.connect("doctree-resolved", resolve_source_links)
     app.connect("html-collect-pages", source_pages)
     app.connect("build-finished", add_front_door)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
+
+
+def clear_field(_app: Sphinx, _what: str, _name: str, _value: object, _options: object, lines: list[str]) -> None:
+    """Drop Python's docstring of a field of a named tuple, which says nothing."""
+    if lines and lines[0].startswith("Alias for field number"):
+        lines.clear()
 
 
 def add_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
@@ -178,23 +188,36 @@ def resolve_source_links(app: Sphinx, doctree: nodes.document, name: str) -> Non
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
-    """Make a page for each source file and folder that a page links to; files below such folders, too."""
+    """Make a page for each source file and folder that a page links to, and for the folders inside."""
     linked = {
         source_of(name, link)
         for name in app.env.found_docs
         for link in LINK.findall(Path(app.env.doc2path(name)).read_text())
     }
-    pages = {path for path in linked if (ROOT / path).exists() and is_readable(path)}
+    pages = {ROOT / path for path in linked if (ROOT / path).exists() and is_readable(path)}
+    pages |= {inner for path in pages for inner in path.rglob("*") if inner.is_dir() and inner.name != "__pycache__"}
     for path in sorted(pages):
-        title = html.escape(path)
-        if (ROOT / path).is_dir():
-            names = sorted(f"{inner.name}/" if inner.is_dir() else inner.name for inner in (ROOT / path).iterdir())
-            items = "".join(f"<li><code>{html.escape(inner)}</code></li>" for inner in names if inner[0] not in "._")
-            body = f"<ul>{items}</ul>"
+        title = html.escape(str(path.relative_to(ROOT)))
+        if path.is_dir():
+            body = listing(path, Path(app.outdir) / "source" / path.relative_to(ROOT))
         else:
-            language = {".py": "python", ".toml": "toml", "": "make"}.get(Path(path).suffix, "text")
-            body = app.builder.highlighter.highlight_block((ROOT / path).read_text(), language, linenos=False)
-        yield f"source/{path}", {"title": title, "body": f"<h1>{title}</h1>{body}"}, "page.html"
+            language = {".py": "python", ".toml": "toml", "": "make"}.get(path.suffix, "text")
+            body = app.builder.highlighter.highlight_block(path.read_text(), language, linenos=False)
+        yield f"source/{title}", {"title": title, "body": f"<h1>{title}</h1>{body}"}, "page.html"
+
+
+def listing(folder: Path, copies: Path) -> str:
+    """List what a folder holds, and copy its files beside the page."""
+    copies.mkdir(parents=True, exist_ok=True)
+    items = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith((".", "__pycache__")):
+            continue
+        if path.is_file():
+            shutil.copyfile(path, copies / path.name)
+        target = f"{folder.name}/{path.name}{'.html' if path.is_dir() else ''}"
+        items.append(f'<li><a href="{target}">{path.name}</a></li>')
+    return f"<ul>{''.join(items)}</ul>"
 
 
 def add_front_door(app: Sphinx, error: Exception | None) -> None:
@@ -212,5 +235,6 @@ def visit_math(translator: nodes.NodeVisitor, node: nodes.math | nodes.math_bloc
     except MathError as error:
         log.warning("formula: %s", error, location=node)
         formula = html.escape(node.astext())
+    formula = NORM.sub('<mo stretchy="false">‖</mo>', formula)
     translator.body.append(f'<div class="math">{formula}</div>' if is_block else formula)
     raise nodes.SkipNode

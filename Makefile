@@ -6,13 +6,15 @@
 #   make test-models  test the roles of models of timm, torchvision and diffusers, in .venv-models
 #   make format   fix format and lint where a machine can
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
-#   make docs     fill the cost tables and file trees of the pages
+#   make docs     fill the cost tables and file trees of the pages, and build the site in out/site
+#   make docs-serve  build the site and show it on this machine
 #   make paper    pack new records in results/, draw figures and fill tables of the paper's tasks and the studies
 #   make figures  train the networks of watch.png, gains.png and sphere.gif in docs/figures again, and draw them
 #   make clean    remove .venv, .venv-models and out
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+PORT ?= 8000
 
 # The oldest and the newest torch, each with a Python that it supports. pip may find only builds for CUDA, of gigabytes.
 PYTHON_oldest ?= python3.10
@@ -20,7 +22,7 @@ TORCH_oldest ?= 2.8.0
 PYTHON_newest ?= $(PYTHON)
 TORCH_newest ?= 2.15.0
 
-.PHONY: demo test coverage test-models test-versions test-oldest test-newest format bench docs paper figures clean
+.PHONY: demo test coverage test-models test-versions test-oldest test-newest format bench docs docs-serve paper figures clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -57,6 +59,11 @@ bench: $(READY)
 docs: $(READY)
 	$(BIN)/python benchmarks/tables.py
 	$(BIN)/python docs/tree.py
+	$(BIN)/python -m sphinx -b html -j 2 -q -W --keep-going -d out/doctrees -c docs . out/site
+
+docs-serve: docs
+	@echo "the site is at http://127.0.0.1:$(PORT)/; Ctrl-C ends it"
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory out/site $(PORT)
 
 paper: $(READY)
 	$(BIN)/python -c "from pathlib import Path; from nero_lab.store import pack_records; [pack_records(Path(root)) for root in ('results', 'results/depth', 'results/today')]"

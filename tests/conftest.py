@@ -36,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Run all tests of sharding in one worker, which starts their processes; all others wherever there is time.
+    """Run all tests of sharding in one worker, which starts their processes, and all of the site in one.
 
     The mark ``xdist_group`` would do so, but has no effect with pytest 9.2 and xdist 3.8.
     """
@@ -44,11 +44,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWorkerForSharding(LoadScopeScheduling):
+    class OneWorkerForShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "sharding" if "sharding/" in nodeid.partition("::")[0] else nodeid
+            path = nodeid.partition("::")[0]
+            return next((name for name in ("sharding/", "test_site.py") if name in path), nodeid)
 
-    return OneWorkerForSharding(config, log)
+    return OneWorkerForShared(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

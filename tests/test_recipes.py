@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from networks import declare_operators_of_torchvision
-from test_docs import CODE, RECIPES
+from test_docs import RECIPES, blocks_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -45,9 +45,9 @@ def run_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         torch.manual_seed(0)
         names: Names = {"__name__": "page"}
         for text in (sections()[""], sections()[heading]):
-            for block in CODE.finditer(text):
-                line = RECIPES.read_text().partition(block[2])[0].count("\n")
-                exec(compile("\n" * line + block[2], str(RECIPES), "exec"), names)
+            for block in blocks_of(text):
+                line = RECIPES.read_text().partition(block.code)[0].count("\n")
+                exec(compile("\n" * line + block.code, str(RECIPES), "exec"), names)
         return names
 
     return run

@@ -8,6 +8,8 @@ from torch import nn
 from nero.groups import param_groups
 from nero.optimiser import Nero
 
+__all__ = ["register_timm"]
+
 
 def register_timm() -> None:
     """Let ``timm.optim.create_optimizer_v2(model, "nero")`` make a :class:`nero.Nero` with the roles of the layers.

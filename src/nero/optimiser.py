@@ -45,7 +45,7 @@ class Nero(UnseenState):
 
     .. math::
         \bar g^2 &\leftarrow \beta \bar g^2 + (1 - \beta) \|g\|^2 \\
-        w &\leftarrow w - \eta \, \|w\| \, g \big/ \sqrt{\bar g^2 / (1 - \beta^t)} \\
+        w &\leftarrow w - \eta \, \|w\| \, \frac{g}{\sqrt{\bar g^2 / (1 - \beta^t)}} \\
         w &\leftarrow w - \operatorname{mean}(w), \qquad w \leftarrow w / \|w\|
 
     and every gain or bias the same without the last line, relative to its scale :math:`\sigma`.

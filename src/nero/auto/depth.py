@@ -46,13 +46,13 @@ _CONSTANT = _Signal(0.0, trained=False)
 
 
 def depth_of(model: nn.Module, *inputs: Any, **named: Any) -> float:
-    """Count the depth of a network in one forward pass.
+    r"""Count the depth of a network in one forward pass.
 
     The model runs once, in its current mode, on copies of the inputs; its buffers and the random number generators are
     restored. Trained layers in a row count one each. Of branches, the deepest counts. If branches are
     added, as around a residual block, each counts by its share: for depths a and b and mean squares u and
-    v, the sum has the depth √((u a² + v b²) / (u + v)). A branch that no trained layer has touched does not count. A
-    trained branch that is zero, as many are at the start, counts like the other.
+    v, the sum has the depth :math:`\sqrt{(u a^2 + v b^2) / (u + v)}`. A branch that no trained layer has touched does
+    not count. A trained branch that is zero, as many are at the start, counts like the other.
     The shares depend on the weights, so balance them first: make the optimiser, or call :func:`nero.balance_`.
 
     Args:

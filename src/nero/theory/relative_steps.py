@@ -16,12 +16,12 @@ from nero.theory.perturbation import Perturbation, check_perturbation, frobenius
 
 @dataclass(frozen=True)
 class LayerStep:
-    """The relative size of a step in one parameter.
+    r"""The relative size of a step in one parameter.
 
     Attributes:
         name: the name of the parameter.
         kind: the kind of its role.
-        neuron: the largest ‖Δw‖ / ‖w‖ over its neurons, or |Δb| / |b| over its elements.
+        neuron: the largest ‖Δw‖ / ‖w‖ over its neurons, or \|Δb\| / \|b\| over its elements.
         layer: ‖ΔW‖_F / ‖W‖_F, which is never larger than ``neuron``.
     """
 

@@ -4,13 +4,14 @@
 #   make coverage  run all tests and require 95 % branch coverage
 #   make test-versions  run the core's tests on the oldest and the newest torch, each in its own environment
 #   make test-models  test the roles of models of timm, torchvision and diffusers, in .venv-models
+#   make package  build sdist and wheel in dist, check them, and try each in an environment of its own
 #   make format   fix format and lint where a machine can
 #   make bench    time Nero beside other optimisers, on a GPU if there is one, and draw the times
 #   make docs     fill the cost tables and file trees of the pages, and build the site in out/site
 #   make docs-serve  build the site and show it on this machine
 #   make paper    pack new records in results/, draw figures and fill tables of the paper's tasks and the studies
 #   make figures  train the networks of watch.png, gains.png and sphere.gif in docs/figures again, and draw them
-#   make clean    remove .venv, .venv-models and out
+#   make clean    remove environments, dist and out
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
@@ -51,6 +52,18 @@ test-models: pyproject.toml constraints.txt
 	.venv-models/bin/python -m pytest tests/core/test_roles_libraries.py
 	.venv-models/bin/python -m pytest tests/test_recipes.py -k timm
 
+.PHONY: package
+package: $(READY)
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	for file in $(CURDIR)/dist/*; do \
+	    folder=$$(mktemp -d) && $(PYTHON) -m venv $$folder \
+	    && $$folder/bin/python -m pip install --quiet --constraint constraints.txt $$file \
+	    && (cd $$folder && bin/python -I $(CURDIR)/tests/smoke.py); \
+	    failed=$$?; rm -rf $$folder; [ $$failed = 0 ] || exit 1; \
+	done
+
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
 	$(BIN)/python benchmarks/figure.py
@@ -83,7 +96,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-models .venv-oldest .venv-newest out
+	rm -rf .venv .venv-models .venv-oldest .venv-newest dist out
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -56,6 +56,8 @@ NAVIGATION = {
         ("Architecture", "docs/architecture"),
         ("Rulings", "docs/rulings"),
         ("Contributing", "CONTRIBUTING"),
+        ("Code of conduct", "CODE_OF_CONDUCT"),
+        ("Security", "SECURITY"),
         ("Changelog", "CHANGELOG"),
     ],
 }
@@ -88,7 +90,7 @@ author = "the Nero contributors"
 release = version = nero.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "out", "build", "dist", "src", "tests", "results", "benchmarks", "examples"]
 suppress_warnings = ["config.cache"]  # settings that are functions
 

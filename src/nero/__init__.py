@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nero import jax as jax
+    from nero import theory as theory
     from nero.auto.depth import depth_of
     from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
     from nero.description import Description, describe

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import UnseenState, initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+Loss = TypeVar("Loss")
 
 _params = itemgetter("params")
 
@@ -202,10 +203,10 @@ class Nero(UnseenState):
     def step(self, closure: None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Turn every neuron and nudge every gain and bias that has a gradient.
 
         Args:

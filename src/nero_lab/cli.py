@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
+from nero.extras import how_to_install
+
 try:
     import typer
     from rich.console import Console
@@ -20,7 +22,7 @@ try:
     from nero_lab.progress import Display, NullObserver, duration
     from nero_lab.report import report as write_report
 except ModuleNotFoundError as error:
-    sys.exit(f"the command `nero` needs {error.name}: install with pip install 'nero-optim[lab]'")
+    sys.exit(f"the command `nero` needs {error.name}: {how_to_install('lab')}")
 
 import torch
 
@@ -335,7 +337,7 @@ def _ray_session(
     try:
         from nero_lab import ray_sweep
     except ModuleNotFoundError as error:
-        raise SettingError(f"--ray needs {error.name}: install with pip install 'nero-optim[ray]'") from error
+        raise SettingError(f"--ray needs {error.name}: {how_to_install('ray')}") from error
     with ray_sweep.cluster(address):
         device, gpus, at_a_time = ray_sweep.choose_device(device_name, side_by_side)
         _check_precision(precision, device)

@@ -23,6 +23,7 @@ from rich.progress import (
 from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import Self
 
+from nero.extras import how_to_install
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.protocol import Settings, Task, perplexity
 
@@ -84,7 +85,7 @@ class Display:
             self.console.print(f"one run alone takes about {duration(seconds)} in {precision} on {machine}")
         for tool, result in task.tools.items():
             if left and find_spec(tool) is None:
-                self.console.print(f"no {result} without {tool}: install with pip install 'nero-optim[lab]'")
+                self.console.print(f"no {result} without {tool}: {how_to_install('lab')}")
 
     def begun(self, training: Training | Snapshot) -> None:
         task, settings = training.task, training.settings

@@ -165,8 +165,8 @@ def test_numba_missing_raises_with_the_remedy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (
-        "ModuleNotFoundError: backend='numba', chosen for weight, needs numba (pip install 'nero-optim[cpu]')"
-        in done.stderr
+        "ModuleNotFoundError: backend='numba', chosen for weight, needs numba (pip install '.[cpu]' in a clone of "
+        "nero-optim); " in done.stderr
     )
     assert "backend='foreach'" in done.stderr
 

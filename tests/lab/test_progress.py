@@ -30,7 +30,7 @@ def test_plan_missing_tool_is_announced(is_installed, runs_done, is_announced, m
     monkeypatch.setattr(progress, "find_spec", lambda _: is_installed or None)
     display, stream = make_display(False, tmp_path)
     display.plan(task, [task.settings("nero")], [{}] * runs_done)
-    hint = "no BLEU without sacrebleu: install with pip install 'nero-optim[lab]'"
+    hint = "no BLEU without sacrebleu: pip install '.[lab]' in a clone of nero-optim"
     assert (hint in stream.getvalue()) == is_announced
 
 

@@ -20,7 +20,7 @@ from lab.helpers import RecordingObserver, assert_close_records, checkpoint_ever
 from lab.photo_cases import TASK, decoded, shallow, write_class_folder
 from rich.console import Console
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'nero-optim[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayTaskError, TaskCancelledError, WorkerCrashedError
@@ -312,4 +312,4 @@ def test_ray_with_torchrun_or_not_installed_names_remedy(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "nero_lab.ray_sweep")
     monkeypatch.delattr("nero_lab.ray_sweep")
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert "pip install 'nero-optim[ray]'" in str(run_command(monkeypatch, "sweep", "mnist-deep", "--ray")[0])
+    assert "pip install '.[ray]'" in str(run_command(monkeypatch, "sweep", "mnist-deep", "--ray")[0])

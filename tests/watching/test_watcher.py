@@ -263,9 +263,9 @@ def test_read_with_step_that_is_not_an_integer_raises(step):
 def test_missing_package_raises_with_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     watched = watched_run(readings=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match=r"a plot needs matplotlib: pip install 'nero-optim\[watch\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"a plot needs matplotlib: pip install '\.\[watch\]'"):
         watched.plot(tmp_path / "x.png")
-    with pytest.raises(ModuleNotFoundError, match=r"a folder needs tensorboard: pip install 'nero-optim\[watch\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"a folder needs tensorboard: pip install '\.\[watch\]'"):
         watched.write(tmp_path)
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from nero.extras import how_to_install
+
 #: The dtypes that the Triton kernels read and write.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,7 +61,7 @@ class Compiled(NamedTuple):
 
 #: The backends that need a library. On a GPU, ``triton_works`` also tells whether kernels launch.
 COMPILED: dict[str, Compiled] = {
-    "numba": Compiled("cpu", lambda: numba_works(), "pip install 'nero-optim[cpu]'"),
+    "numba": Compiled("cpu", lambda: numba_works(), how_to_install("cpu")),
     "triton": Compiled("cuda", lambda: is_installed("triton"), "pip install triton"),
 }
 

@@ -12,17 +12,22 @@ Example:
     True
 """
 
-from nero.jax.roles import roles_of
-from nero.jax.transformations import (
-    BalanceState,
-    NeroState,
-    balance,
-    is_balanced,
-    keep_balanced,
-    nero,
-    scale_by_nero,
-)
+from nero.extras import how_to_install
 from nero.role import Role
+
+try:
+    from nero.jax.roles import roles_of
+    from nero.jax.transformations import (
+        BalanceState,
+        NeroState,
+        balance,
+        is_balanced,
+        keep_balanced,
+        nero,
+        scale_by_nero,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"nero.jax needs {error.name}: {how_to_install('jax')}", name=error.name) from error
 
 __all__ = [
     "BalanceState",

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.extras import how_to_install
 from nero.optimiser import Nero
 from nero.rule import statistics_dtype
 from nero.scalars import as_int
@@ -205,4 +206,4 @@ def _from_list(saved: list[Any]) -> Layer:
 
 def _check_installed(package: str, action: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ModuleNotFoundError(f"{action} needs {package}: pip install 'nero-optim[watch]'")
+        raise ModuleNotFoundError(f"{action} needs {package}: {how_to_install('watch')}")

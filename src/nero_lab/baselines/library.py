@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nero.extras import how_to_install
 from nero_lab.baselines.batched import check_number
 from nero_lab.baselines.together import Together
 
@@ -172,7 +173,7 @@ def missing(name: str) -> str:
     if module == "torch.optim":
         needs = f"torch 2.9 or newer, got {torch.__version__}: install a newer torch"
         return "" if hasattr(torch.optim, kind) else f"{name} needs {needs}"
-    return "" if find_spec(module) else f"{name} needs {module}: install with pip install 'nero-optim[lab]'"
+    return "" if find_spec(module) else f"{name} needs {module}: {how_to_install('lab')}"
 
 
 def _of_library(name: str) -> Callable[..., torch.optim.Optimizer]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nero.extras import how_to_install
 from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
 
@@ -290,7 +291,7 @@ def pong(_: Folder) -> Game:
         import PIL  # noqa: F401 - writes the film at the end, when its absence would be noticed too late
         from ale_py.vector_env import AtariVectorEnv
     except ImportError as error:
-        raise DataError(f"Pong needs {error.name} ({error}): pip install 'nero-optim[lab]'") from error
+        raise DataError(f"Pong needs {error.name} ({error}): {how_to_install('lab')}") from error
     raw: dict[str, Any] = {"grayscale": False, "stack_num": 1, "img_height": 210, "img_width": 160}
 
     def emulator(games: int, colour: bool) -> Emulator:
@@ -309,7 +310,7 @@ def pong(_: Folder) -> Game:
         except Exception as error:
             raise DataError(
                 f"ale-py cannot start Pong ({type(error).__name__}: {error}): reinstall it by "
-                "pip install --force-reinstall 'nero-optim[lab]', or free processes and memory, and run again"
+                "pip install --force-reinstall ale-py, or free processes and memory, and run again"
             ) from error
         return env
 

@@ -12,7 +12,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from nero_lab.data import sources
+from nero_lab.data import formats, sources
 from nero_lab.data.download import Progress, download, replacing
 from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
@@ -74,7 +74,7 @@ def read_archive(path: Path, progress: Progress | None) -> dict[str, bytes]:
     total, books = path.stat().st_size, {}
     report = partial(progress, f"unpacking {path.name}") if progress else None
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:gz") as archive:
+        with path.open("rb") as file, formats.open_tar(file) as archive:
             for name, content in _markdown_files(archive):
                 book = clean(content.decode("utf-8-sig"))
                 if book is not None:

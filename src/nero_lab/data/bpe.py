@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.extras import how_to_install
 from nero_lab.data.book_files import END_OF_BOOK
 from nero_lab.data.errors import DataError
 
@@ -115,9 +116,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise DataError(
-            f"encoding text needs the library tokenizers ({error}): pip install 'nero-optim[lab]'"
-        ) from error
+        raise DataError(f"encoding text needs the library tokenizers ({error}): {how_to_install('lab')}") from error
     return tokenizers
 
 

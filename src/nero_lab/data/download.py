@@ -1,15 +1,16 @@
-"""Downloads that are verified by checksum and never leave a partial file."""
+"""Downloads over https that are verified by checksum and never leave a partial file."""
 
 import hashlib
 import urllib.request
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from nero_lab import atomic
+from nero_lab.data import sources
 from nero_lab.data.errors import DataError
 
 #: Called with an activity such as "downloading train.txt", the bytes done, and the total bytes (0 if unknown).
@@ -38,6 +39,22 @@ class _Chunk(NamedTuple):
 def new_hash(checksum: str) -> "hashlib._Hash":
     """Return an empty hash of the algorithm that a checksum such as "sha256:440f..." names."""
     return hashlib.new(checksum.partition(":")[0], usedforsecurity=False)
+
+
+@cache
+def opener() -> urllib.request.OpenerDirector:
+    """Return what opens addresses: https alone, also where a server redirects to another address."""
+    made = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler,
+        urllib.request.UnknownHandler,  # raises for http, ftp and file
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPRedirectHandler,
+        urllib.request.HTTPErrorProcessor,
+    ):
+        made.add_handler(handler())
+    return made
 
 
 def download(urls: Sequence[str], path: Path, checksum: str | None, progress: Progress | None, remedy: str) -> None:
@@ -81,11 +98,13 @@ def _fetch(url: str, part: Path, checksum: str | None, progress: Callable[[int, 
 def _chunks(url: str) -> Generator[_Chunk, None, None]:
     """Yield the chunks of a file as they arrive, after an empty one when the server answers."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        with opener().open(url, timeout=TIMEOUT_S) as response:
             done, total = 0, int(response.headers.get("Content-Length") or 0)
             yield _Chunk(b"", done, total)
             while content := response.read(CHUNK_BYTES):
                 done += len(content)
+                if done > sources.MAX_FILE_BYTES:
+                    raise _MirrorError(f"has more than {sources.MAX_FILE_BYTES:,} bytes")
                 yield _Chunk(content, done, total)
     except (OSError, HTTPException, ValueError) as error:
         raise _MirrorError(str(error) or type(error).__name__) from error

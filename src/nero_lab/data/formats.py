@@ -7,10 +7,12 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Collection
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from nero_lab.data import sources
 from nero_lab.data.errors import DataError
 
 CLASSES = 10
@@ -40,20 +42,44 @@ def cifar10_batch(content: bytes, source: str) -> tuple[Tensor, Tensor]:
     return rows[:, 1:].reshape(-1, *CIFAR10_SHAPE), _check_labels(rows[:, 0], source)
 
 
+class Unpacked:
+    """The unpacked bytes of a gzip file, to be read from start to end.
+
+    Reading more than :data:`sources.MAX_FILE_BYTES` raises an OSError, so that no small file can fill the memory.
+    """
+
+    def __init__(self, packed: BinaryIO) -> None:
+        self._file, self._left = gzip.GzipFile(fileobj=packed), sources.MAX_FILE_BYTES
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, at most ``size``; none at the end."""
+        content = self._file.read(min(size, self._left + 1))
+        self._left -= len(content)
+        if self._left < 0:
+            raise OSError(f"it has more than {sources.MAX_FILE_BYTES:,} bytes")
+        return content
+
+
 def gunzip(content: bytes, source: str) -> bytes:
     """Decompress a gzip file."""
     try:
-        return gzip.decompress(content)
+        return Unpacked(io.BytesIO(content)).read(sources.MAX_FILE_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise _malformed(source, f"it does not unpack ({error})") from error
+
+
+def open_tar(packed: BinaryIO) -> tarfile.TarFile:
+    """Open a gzipped tar archive, whose members are read in their order."""
+    unpacked: Any = Unpacked(packed)  # has all that tarfile needs of a stream
+    return tarfile.open(fileobj=unpacked, mode="r|")
 
 
 def untar(content: bytes, wanted: Collection[str], source: str) -> dict[str, bytes]:
     """Read the wanted members of a gzipped tar archive in memory; return their contents by name."""
     contents = {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as archive:
-            for member in archive:  # in archive order: seeking back would decompress from the start
+        with open_tar(io.BytesIO(content)) as archive:
+            for member in archive:
                 file = archive.extractfile(member) if member.name in wanted and member.isfile() else None
                 if file is not None:
                     contents[member.name] = file.read()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from nero.extras import how_to_install
 from nero_lab import distributed
 from nero_lab.data import decoder_pool, decoding
 from nero_lab.data.batches import Batch, LazyBatches, PrefetchedBatches
@@ -283,7 +284,7 @@ def imagenet(folder: Folder) -> Photos:
 def load_photos(folder: ClassFolder, pool: DecoderPool) -> Photos:
     """Decode the photographs into memory if all are small, of one size and not too many; else stream them."""
     if find_spec("PIL") is None:
-        raise DataError("decoding images needs Pillow: pip install 'nero-optim[lab]'")
+        raise DataError(f"decoding images needs Pillow: {how_to_install('lab')}")
     files = folder.train.files
     count = min(SIZE_SAMPLE, len(files))
     sizes = [decoding.read_size(files[index * len(files) // count]) for index in range(count)]

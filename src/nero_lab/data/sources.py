@@ -48,6 +48,9 @@ FILES: dict[str, dict[str, str]] = {
     },
 }
 
+#: A larger file is refused, whether it is downloaded or unpacked. The largest, of classic-books, unpacks to 331 MB.
+MAX_FILE_BYTES = 2**30
+
 #: MNIST's files without ".gz": images, labels.
 MNIST_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
 MNIST_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")

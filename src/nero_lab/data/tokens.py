@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from nero.extras import how_to_install
 from nero_lab.data import sources
 from nero_lab.data.download import replacing
 from nero_lab.data.errors import DataError
@@ -47,7 +48,7 @@ def tokenise(sentences: Iterable[str], language: str) -> Iterator[str]:
         normaliser = MosesPunctNormalizer(language, perl_parity=True)
     except (ImportError, TypeError) as error:
         raise DataError(
-            f"tokenising raw sentences needs sacremoses 0.1 or newer ({error}): pip install 'nero-optim[lab]'"
+            f"tokenising raw sentences needs sacremoses 0.1 or newer ({error}): {how_to_install('lab')}"
         ) from error
     tokeniser = MosesTokenizer(language)
     for sentence in sentences:

@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from nero.extras import how_to_install
 from nero_lab.data.download import new_hash
 from nero_lab.data.errors import DataError
 from nero_lab.image_metrics.frechet import Gaussian, Moments
@@ -93,7 +94,7 @@ def inception_metric(path: Path, device: torch.device) -> FrechetMetric:
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     except ImportError as error:
-        raise DataError(f"FID needs torch-fidelity ({error}): pip install 'nero-optim[fid]'") from error
+        raise DataError(f"FID needs torch-fidelity ({error}): {how_to_install('fid')}") from error
     network = FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=str(path)).to(device)
 
     def features(pixels: Tensor) -> Tensor:

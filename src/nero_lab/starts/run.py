@@ -50,7 +50,7 @@ def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device
     if case.base:
         torch.manual_seed(0)
         base = CASES[case.base].model(None).to(device)
-        base.load_state_dict(torch.load(bases / f"{case.base}.pt", map_location=device))
+        base.load_state_dict(torch.load(bases / f"{case.base}.pt", map_location=device, weights_only=True))
     torch.manual_seed(seed)
     model = case.model(base).to(device)
     untrained = _validate(case_name, model, data, device)

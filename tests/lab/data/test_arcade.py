@@ -58,7 +58,7 @@ def test_pong_missing_package_is_named(missing, monkeypatch):
             raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setitem(sys.modules, "ale_py.vector_env", Broken("ale_py.vector_env"))
-    with pytest.raises(DataError, match=f"Pong needs {missing} .*: pip install 'nero-optim\\[lab\\]'"):
+    with pytest.raises(DataError, match=f"Pong needs {missing} .*: pip install '\\.\\[lab\\]'"):
         load("pong")
 
 

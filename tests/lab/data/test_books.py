@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import tarfile
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("tokenizers")
 
-from nero_lab.data import FILES, DataError, book_files, books, bpe, load, sources
+from nero_lab.data import FILES, DataError, book_files, books, bpe, download, load, sources
 from nero_lab.data.folder import Folder
 
 ODD = "Zoë's naïve café, 7½ 'λόγος' \t\r\n\x01\x7f 🜚 \u200b\U0010ffff don't  \n\n  end"
@@ -83,6 +84,7 @@ def publish(folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> No
     folder.mkdir()
     (folder / sources.BOOKS_COMMIT).write_bytes(content)
     monkeypatch.setitem(sources.MIRRORS, "books", (f"file://{folder}/",))
+    monkeypatch.setattr(download, "opener", urllib.request.build_opener)  # opens file: too
 
 
 def names_in(folder: Path) -> set[str]:

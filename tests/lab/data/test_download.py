@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,7 +47,8 @@ class Mirror:
 
 
 @pytest.fixture
-def mirror() -> Iterator[Mirror]:
+def mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
+    monkeypatch.setattr(download, "opener", urllib.request.build_opener)  # opens http too
     made = Mirror()
     thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -169,13 +171,14 @@ def test_download_odd_answers_are_reported(tmp_path: Path, monkeypatch: pytest.M
     class Answer(io.BytesIO):
         headers = {"Content-Length": "many"}  # noqa: RUF012
 
-    def answer(url: str, timeout: float) -> Answer:
-        assert timeout == download.TIMEOUT_S
-        if url == "slow":
-            raise TimeoutError
-        return Answer()
+    class Opener:
+        def open(self, url: str, timeout: float) -> Answer:
+            assert timeout == download.TIMEOUT_S
+            if url == "slow":
+                raise TimeoutError
+            return Answer()
 
-    monkeypatch.setattr(download.urllib.request, "urlopen", answer)
+    monkeypatch.setattr(download, "opener", Opener)
     with pytest.raises(DataError, match=r"(?s)slow: TimeoutError.*odd: invalid literal.*do this instead"):
         download.download(["slow", "odd"], tmp_path / "file", "sha256:0", None, "do this instead")
 

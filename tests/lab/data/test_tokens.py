@@ -203,7 +203,7 @@ def test_raw_files_are_all_verified_before_the_first_write(tmp_path: Path):
 def test_sacremoses_missing_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put_raw(tmp_path / RAW_PLACE)
     monkeypatch.setitem(sys.modules, "sacremoses", None)
-    assert_refused(tmp_path, r"needs sacremoses 0\.1 or newer \(.*\): pip install 'nero-optim\[lab\]'")
+    assert_refused(tmp_path, r"needs sacremoses 0\.1 or newer \(.*\): pip install '\.\[lab\]'")
 
 
 def test_sacremoses_too_old_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -211,7 +211,7 @@ def test_sacremoses_too_old_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
     old = ModuleType("sacremoses")
     old.MosesPunctNormalizer = old.MosesTokenizer = lambda lang: lang
     monkeypatch.setitem(sys.modules, "sacremoses", old)
-    assert_refused(tmp_path, r"sacremoses 0\.1 or newer \(.*perl_parity.*\): pip install 'nero-optim\[lab\]'")
+    assert_refused(tmp_path, r"sacremoses 0\.1 or newer \(.*perl_parity.*\): pip install '\.\[lab\]'")
 
 
 def test_sacremoses_that_tokenises_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

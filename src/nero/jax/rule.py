@@ -1,8 +1,11 @@
 """The rule of Nero on one array, in jax.numpy: what :mod:`nero.rule` is for torch.
 
 :func:`step` is the step for a learning rate of one, and :func:`constrain` changes any step so that neurons end up
-balanced. All functions are pure. The symbols are those of :mod:`nero.rule`: w the parameter; g its gradient; ḡ
-``grad_norm``; β ``beta``; σ ``scale``; t ``count``; m the momentum buffer; μ ``momentum``; u the direction of a step.
+balanced. All functions are pure. The rule is written twice on purpose, since one text for both libraries would hide it
+behind a layer of wrappers; the same oracle tests both.
+
+The symbols are those of :mod:`nero.rule`: w the parameter; g its gradient; ḡ ``grad_norm``; β ``beta``; σ ``scale``;
+t ``count``; m the momentum buffer; μ ``momentum``; u the direction of a step.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the examples of sharded training share: processes, a small network, random data, and the loop."""
+"""Common parts of the examples of sharded training: processes, a small network, random data, and the loop."""
 
 import os
 from collections.abc import Iterator

@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def is_unknown(self) -> bool:
-        """Whether the role comes from the shape, since the layer is not known."""
+        """True if the layer is unknown, so that the role comes from the shape."""
         return self.role.why.endswith(" is unknown")
 
     def cells(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class Description:
 
     @property
     def balancing_change(self) -> float:
-        """How far balancing moves the trained neurons, relative to their norm; NaN if their values are not known."""
+        """The change of the trained neurons by balancing, relative to their norm; NaN if their values are unknown."""
         norm = sum(row.squared_norm for row in self.rows)
         return math.sqrt(sum(row.squared_change for row in self.rows) / norm) if norm else math.nan
 

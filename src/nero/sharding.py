@@ -58,7 +58,7 @@ def waited(local: Any) -> Tensor:
 
 
 class Sharding:
-    """How the neurons of a parameter are spread over processes. A plain tensor is whole on every process.
+    """The distribution of a parameter's neurons over processes. A plain tensor is whole on every process.
 
     Attributes:
         role: the role of the parameter.

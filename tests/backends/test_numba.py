@@ -154,7 +154,7 @@ def test_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     for _ in range(2):
         optimiser.step()
     assert [record.message for record in caplog.records] == [
-        "numba compiles Nero's loops for this processor: ten seconds or so, once"
+        "numba compiles Nero's loops for tensors of a new kind: ten seconds or so, then cached"
     ]
 
 

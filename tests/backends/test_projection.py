@@ -219,6 +219,12 @@ def test_small_tensors_on_a_cpu_are_projected_together(monkeypatch: pytest.Monke
     assert nero.is_balanced(model)
 
 
+def test_too_many_neurons_for_indices_are_left_to_torch(device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(project, "MAX_COUNT", 4)
+    assert project_(torch.randn(4, 8, device=device), (1,))
+    assert not project_(torch.randn(5, 8, device=device), (1,))
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of programs of each launch so far."""

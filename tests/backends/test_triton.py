@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import nero
 from nero.backends import available
+from nero.backends.triton import planner
 from nero.backends.triton.sweep import Sweep, Upload
 from nero.backends.triton.tables import RECORD_FIELDS
 
@@ -82,6 +83,14 @@ def test_sweep_of_every_tile_agrees_with_oracle():
 
 def test_turn_many_neurons_agrees_with_oracle():
     check([rows(700, 5), rows(150, 40), columns(40, 150)])
+
+
+def test_tensors_too_large_for_indices_are_left_to_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(planner, "MAX_COUNT", 8)
+    parameters = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in ((8, 8), (9, 8), (8, 9), (8,), (9,))]
+    optimiser = nero.Nero(parameters, backend="triton")
+    optimiser.step()
+    assert [tuple(each.shape) for each in rest_of(optimiser)] == [(9, 8), (8, 9), (9,)]
 
 
 def test_step_of_many_small_and_empty_tensors():

@@ -83,6 +83,25 @@ def test_data_swapped_is_followed(backend: str, layout: Callable[[Tensor], Tenso
     check(backend, run)
 
 
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="torch casts every gradient to the parameter's dtype")
+def test_dtype_changed_at_the_same_address_is_followed(backend: str):
+    """A view of the old memory in half precision, with gradients of the old dtype."""
+
+    def run(backend: str) -> list[Tensor]:
+        layer, optimiser = build(backend)
+        step(layer, optimiser, 1)
+        bias, memory = layer.bias, layer.bias.data
+        layer.zero_grad()
+        bias.data = memory.view(torch.bfloat16)[: len(memory)].copy_(memory.clone())
+        bias.grad_dtype = torch.float32
+        behind = memory[len(memory) // 2 :].clone()
+        step(layer, optimiser, 2)
+        assert torch.equal(memory[len(memory) // 2 :], behind), "memory behind the parameter was written"
+        return [layer.weight.detach().cpu().clone(), optimiser.state[bias]["grad_norm"].cpu().clone()]
+
+    check(backend, run)
+
+
 @pytest.mark.parametrize("layout", [*LAYOUTS, lambda grad: torch._neg_view(-grad)])
 def test_gradient_in_another_layout_is_followed(backend: str, layout: Callable[[Tensor], Tensor]):
     def run(backend: str) -> list[Tensor]:

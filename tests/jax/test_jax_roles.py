@@ -151,6 +151,8 @@ def test_overrides_search_the_path_and_the_last_match_counts():
     assert by_name(roles) == {"Dense_0/kernel": (1,), "Dense_0/bias": "gain", "Dense_1/kernel": "bias"}
     with pytest.raises(ValueError, match=r"\['Dense_2'\] match no parameter"):
         roles_of(params, {"Dense_2": "gain"})
+    with pytest.raises(ValueError, match=r"'\*/bias' is not one: nothing to repeat"):
+        roles_of(params, {"*/bias": "gain"})
     with pytest.raises(ValueError, match="'Dense_0/bias' does not fit"):
         roles_of(params, {"bias": (1,)})
 
@@ -196,4 +198,7 @@ def test_import_needs_no_torch():
 def test_roles_are_read_for_what_is_not_masked():
     params = {"Dense_0": {"kernel": jnp.ones((3, 2))}, "head": jnp.ones((2, 2))}
     labels = {"Dense_0": "nero", "head": "adam"}
-    optax.partition({"nero": nero.jax.nero(), "adam": optax.adam(1e-3)}, labels).init(params)
+    with pytest.raises(ValueError, match="head"):
+        nero.jax.nero().init(params)
+    state = optax.partition({"nero": nero.jax.nero(), "adam": optax.adam(1e-3)}, labels).init(params)
+    assert optax.tree.get(state, "grad_norm")["Dense_0"]["kernel"].shape == (1, 2)

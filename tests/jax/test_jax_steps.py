@@ -230,6 +230,9 @@ def test_half_precision_stops_at_its_largest_number():
         ({"gain_penalty": math.nan}, "gain_penalty must be"),
         ({"fix_norm": "start"}, "fix_norm True, False or 'initial'"),
         ({"beta": "high"}, "beta must be in"),
+        ({"beta": None}, "beta must be in"),
+        ({"learning_rate": [0.1]}, "learning_rate must be"),
+        ({"nesterov": "no"}, "nesterov must be True or False"),
     ],
 )
 def test_bad_option_raises(options: dict[str, Any], message: str):
@@ -241,3 +244,33 @@ def test_update_without_parameters_says_what_to_pass():
     optimiser = nero.jax.nero()
     with pytest.raises(ValueError, match="params"):
         optimiser.update(PARAMS, optimiser.init(PARAMS))
+
+
+def test_missing_gradient_names_its_parameter():
+    optimiser = nero.jax.nero()
+    with pytest.raises(ValueError, match="'bias' has no gradient"):
+        optimiser.update({**PARAMS, "bias": None}, optimiser.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"kernel": jnp.ones((0, 4)), "bias": jnp.ones(0)}, {"kernel": jnp.ones((4, 0))}]
+)
+def test_empty_trees_and_arrays_are_stepped(params: Any):
+    optimiser = nero.jax.nero(momentum=0.9)
+    assert nero.jax.is_balanced(nero.jax.balance(params))
+    updates, _ = optimiser.update(params, optimiser.init(params), params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+def test_numbers_of_python_are_stepped_as_arrays():
+    params, optimiser = {"bias": 0.5}, nero.jax.nero(0.1)
+    updates, _ = optimiser.update({"bias": 2.0}, optimiser.init(params), params)
+    np.testing.assert_allclose(updates["bias"], -0.05, rtol=1e-6)
+
+
+def test_step_needs_no_implicit_promotion_of_dtypes():
+    params = {"kernel": jnp.ones((4, 3), jnp.bfloat16), "scale": jnp.ones(3)}
+    optimiser = nero.jax.nero(momentum=0.9, gain_penalty=0.1, longest_step=3)
+    with jax.numpy_dtype_promotion("strict"):
+        updates, _ = optimiser.update(nero.jax.balance(params), optimiser.init(params), params)
+    assert updates["kernel"].dtype == jnp.float32

@@ -20,7 +20,7 @@ STATE_DTYPES = {"grad_norm": None, "scale": None, "radius": None, "step": torch.
 
 
 class Cut(NamedTuple):
-    """How the neurons of a parameter are cut, if their elements are on different processes.
+    """The cut of a parameter whose neurons have elements on different processes.
 
     Args:
         fan_in: the number of elements of a whole neuron.

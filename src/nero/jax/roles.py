@@ -37,7 +37,8 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
 
     Raises:
         TypeError: if a parameter is not of real floating point, or an override is of an unknown type.
-        ValueError: if names and shapes do not tell a role, or an override matches no parameter or does not fit.
+        ValueError: if names and shapes do not tell a role, or if an override is not a regular expression, matches no
+            parameter or does not fit.
 
     Example:
         >>> import jax.numpy as jnp
@@ -53,7 +54,7 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
     for path, leaf in leaves:
         name, shape = name_of(path), jnp.shape(leaf)
         _check_dtype(name, leaf)
-        matches = [pattern for pattern in overrides if re.search(pattern, name)]
+        matches = [pattern for pattern in overrides if _is_found(pattern, name)]
         unused.difference_update(matches)
         role = overridden(name, shape, overrides[matches[-1]]) if matches else _role(name, shape)
         if role is None:
@@ -68,6 +69,13 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
             f"{{'{unknown[0].partition(' ')[0]}$': (0,)}}, or as 'gain' or 'bias': {'; '.join(unknown)}"
         )
     return jax.tree.unflatten(structure, roles)
+
+
+def _is_found(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error as error:
+        raise ValueError(f"overrides are regular expressions, and {pattern!r} is not one: {error}") from error
 
 
 def _role(name: str, shape: tuple[int, ...]) -> Role | None:
@@ -106,16 +114,18 @@ def map_with_roles(function: Callable[..., Any], roles: Tree | None, params: Tre
     ``roles`` may have more parameters than ``params``, since ``optax.masked`` leaves some out. None stands for
     those of :func:`roles_of`.
     """
-    leaves, structure = tree_flatten_with_path(params)
     known = dict(tree_flatten_with_path(roles_of(params) if roles is None else roles)[0])
-    own = []
-    for path, leaf in leaves:
+
+    def apply(path: KeyPath[Any], leaf: Any, *rest: Any) -> Any:
         name, role = name_of(path), known.get(path)
         _check_dtype(name, leaf)
         if not isinstance(role, Role):
             raise ValueError(f"roles have {role!r} for the parameter {name!r}: make them by nero.jax.roles_of(params)")
-        own.append(overridden(name, jnp.shape(leaf), role))
-    return jax.tree.map(function, jax.tree.unflatten(structure, own), params, *others)
+        if any(value is None for value in rest):
+            raise ValueError(f"parameter {name!r} has no gradient: give zeros, or leave it out by optax.masked")
+        return function(overridden(name, jnp.shape(leaf), role), *map(jnp.asarray, (leaf, *rest)))
+
+    return jax.tree.map_with_path(apply, params, *others)
 
 
 def _check_dtype(name: str, leaf: Array) -> None:

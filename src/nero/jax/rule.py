@@ -1,8 +1,11 @@
 """The rule of Nero on one array, in jax.numpy: what :mod:`nero.rule` is for torch.
 
 :func:`step` is the step for a learning rate of one, and :func:`constrain` changes any step so that neurons end up
-balanced. All functions are pure. The symbols are those of :mod:`nero.rule`: w the parameter; g its gradient; ḡ
-``grad_norm``; β ``beta``; σ ``scale``; t ``count``; m the momentum buffer; μ ``momentum``; u the direction of a step.
+balanced. All functions are pure. The rule is written twice on purpose, since one text for both libraries would hide it
+behind a layer of wrappers; the same oracle tests both.
+
+The symbols are those of :mod:`nero.rule`: w the parameter; g its gradient; ḡ ``grad_norm``; β ``beta``; σ ``scale``;
+t ``count``; m the momentum buffer; μ ``momentum``; u the direction of a step.
 """
 
 import math
@@ -154,7 +157,7 @@ def project(
     elements keeps its mean: both constraints would leave it only two points. So does a neuron of negative
     radius, whose norm is cut to ``-radius`` if it is longer.
     """
-    peak = jnp.max(jnp.abs(array), axes, keepdims=True)
+    peak = jnp.max(jnp.abs(array), axes, keepdims=True, initial=0)
     possible = (peak > 0) & jnp.isfinite(peak)
     fix_mean = fix_mean and fan_in(array, axes) != 2
     if not (fix_mean or fix_norm):
@@ -183,7 +186,7 @@ def distance(
 ) -> Array:
     """Measure each neuron's distance to the nearest balanced one; NaN or infinite if the neuron is not finite."""
     size = fan_in(array, axes)
-    mean = held(jnp.mean(array, axes, keepdims=True), radius) * (fix_mean and size != 2)
+    mean = held(jnp.mean(array, axes, keepdims=True), radius) * float(fix_mean and size != 2)
     if not fix_norm:
         return jnp.abs(mean) * math.sqrt(size)
     off = norm(array - mean, axes) - jnp.abs(radius)
@@ -199,7 +202,7 @@ def norm(array: Array, axes: tuple[int, ...]) -> Array:
     """
     if not axes:
         return jnp.abs(array)
-    peak = jnp.max(jnp.abs(array), axes, keepdims=True)
+    peak = jnp.max(jnp.abs(array), axes, keepdims=True, initial=0)
     unit = jnp.where((peak > 0) & jnp.isfinite(peak), peak, 1.0)
     return unit * jnp.sqrt(_sum_of_squares(array / unit, axes))
 

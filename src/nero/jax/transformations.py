@@ -151,6 +151,8 @@ def scale_by_nero(
     gain_penalty = _checked("gain_penalty", gain_penalty, lambda x: 0 <= x < math.inf, "finite and not negative")
     if scale is not None:
         scale = _checked("scale", scale, lambda x: 0 < x < math.inf, "finite and positive, or None")
+    if nesterov not in (True, False):
+        raise ValueError(f"nesterov must be True or False, got {nesterov!r}")
     if momentum is not None:
         momentum = _checked("momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1), like 0.9")
 
@@ -184,7 +186,8 @@ def scale_by_nero(
                 nesterov=nesterov,
             )
             buffer = None if m is None or found.m is None else found.m.reshape(m.shape).astype(m.dtype)
-            return rule.Step(found.step.reshape(w.shape), found.grad_norm, skipped + found.skipped, buffer)
+            counts = skipped + found.skipped.astype(skipped.dtype)
+            return rule.Step(found.step.reshape(w.shape), found.grad_norm, counts, buffer)
 
         buffers = () if state.momentum_buffer is None else (state.momentum_buffer,)
         steps = map_with_roles(
@@ -264,11 +267,14 @@ def is_balanced(params: Tree, *, fix_mean: bool = True, fix_norm: bool = True, r
     _check_constraints(fix_mean, fix_norm)
 
     def check(role: Role, w: Array) -> Array:
-        if role.kind != "neuron":
+        if role.kind != "neuron" or not w.size:
             return jnp.array(True)
         return jnp.all(_is_balanced(role, w, fix_mean, fix_norm, jnp.ones((), statistics_dtype(w.dtype))))
 
-    return bool(jax.jit(lambda tree: jax.tree.reduce(jnp.logical_and, map_with_roles(check, roles, tree)))(params))
+    checked = jax.jit(
+        lambda tree: jax.tree.reduce(jnp.logical_and, map_with_roles(check, roles, tree), jnp.array(True))
+    )
+    return bool(checked(params))
 
 
 def _is_balanced(role: Role, w: Array, fix_mean: bool, fix_norm: bool, radius: Array) -> Array:
@@ -318,9 +324,13 @@ def _needed(params: optax.Params | None) -> optax.Params:
 def _checked(name: str, value: Any, accepts: Callable[[float], bool], expected: str) -> Any:
     """Return a hyperparameter; raise if it is out of range. Arrays, which may be traced, are not read."""
     if not isinstance(value, jax.Array):
-        if isinstance(value, bool | str) or not accepts(value):
+        try:
+            number = math.nan if isinstance(value, bool | str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not accepts(number):
             raise ValueError(f"{name} must be {expected}, got {value!r}")
-        return float(value)
+        return number
     if name == "beta" and value.dtype in (jnp.bfloat16, jnp.float16):
         raise TypeError(
             f"beta is {value.dtype}, in which 0.999 is 1: give hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"

@@ -119,7 +119,9 @@ class _Notice(event.Listener):  # type: ignore[misc]
 
     def on_start(self, event: Any) -> None:
         if event.data["dispatcher"] is loops.do_pieces:
-            logging.getLogger("nero").warning("numba compiles Nero's loops for this processor: ten seconds or so, once")
+            logging.getLogger("nero").warning(
+                "numba compiles Nero's loops for tensors of a new kind: ten seconds or so, then cached"
+            )
 
     def on_end(self, event: Any) -> None:
         pass

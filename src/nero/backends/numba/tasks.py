@@ -1,4 +1,4 @@
-"""What the compiled loops read: settings, tasks, and memory at the addresses of tasks."""
+"""The input of the compiled loops: settings, tasks, and memory at the addresses of tasks."""
 
 from typing import Any, NamedTuple
 

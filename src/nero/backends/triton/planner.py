@@ -12,7 +12,7 @@ from nero.backends.available import check_backend, triton_works, why_not_triton
 from nero.backends.job import Group, Member, Rates, has_expected_state, job_of, rates_of, settings_of
 from nero.backends.layout import layout_of
 from nero.backends.triton.sweep import Sweep, has_strides
-from nero.backends.triton.tables import Line
+from nero.backends.triton.tables import MAX_COUNT, Line
 from nero.scalars import IMMUTABLE, are_same
 
 _rate_options = itemgetter("lr", "depth", "maximize", "momentum", "nesterov")
@@ -119,6 +119,8 @@ def line_of(member: Member, options: Mapping[str, Any], group: int) -> Line | No
     job = job_of(member, parameter if grad is None else grad, options)
     layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
     if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
+        return None
+    if max(layout.neurons, layout.fan_in) > MAX_COUNT:
         return None
     if job.buffer is not None and not has_strides(job.buffer, job.parameter.stride()):
         if member.holder is not None:  # a part, whose state shares the memory of the whole

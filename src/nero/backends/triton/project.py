@@ -11,7 +11,7 @@ from torch import Tensor
 from nero.backends.available import TRITON_DTYPES, triton_works
 from nero.backends.job import Neurons
 from nero.backends.layout import Layout, layout_of
-from nero.backends.triton.tables import MAX_FAN_IN, TILES, Launch, bits, placed, width_and_rows
+from nero.backends.triton.tables import MAX_COUNT, MAX_FAN_IN, TILES, Launch, bits, placed, width_and_rows
 from nero.rule import rounding_error
 
 
@@ -183,6 +183,8 @@ def _layout(neurons: Neurons) -> Layout | None:
         return None
     layout = layout_of(tensor.shape, tensor.stride(), neurons.axes)
     if layout is None or layout.run != layout.fan_in or layout.stride != 1 or layout.fan_in > MAX_FAN_IN:
+        return None
+    if layout.neurons > MAX_COUNT:
         return None
     if isinstance(neurons.radius, Tensor) and neurons.radius.numel() != layout.neurons:
         return None

@@ -1,8 +1,8 @@
 """All parameters of a device in a few launches.
 
 A :class:`Sweep` is built once for its tensors and used step after step. At each step it checks what users
-can change without a call of ours: gradients, shapes, strides, storage and ``requires_grad``. The state is checked by
-:meth:`Sweep.has_state`, only if someone can have changed it.
+can change without a call of ours: gradients, shapes, strides, dtypes, storage and ``requires_grad``. The state is
+checked by :meth:`Sweep.has_state`, only if someone can have changed it.
 """
 
 import struct
@@ -61,6 +61,7 @@ class Sweep:
         self._device = self._parameters[0].device
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._strides = list(map(Tensor.stride, self._parameters))
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._grad_dtypes = [line.job.grad.dtype for line in lines]
         self._is_unchanged: Callable[..., bool] = _never
         self._is_stochastic = any(line.settings.rounding == "stochastic" for line in lines)
@@ -98,6 +99,8 @@ class Sweep:
 
     def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
         addresses = []
+        if [parameter.dtype for parameter in self._parameters] != self._dtypes:
+            return None
         known = zip(self._parameters, grads, self._shapes, self._strides, self._grad_dtypes, strict=True)
         for parameter, grad, shape, stride, dtype in known:
             if parameter.shape != shape or parameter.stride() != stride:

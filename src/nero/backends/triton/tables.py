@@ -32,6 +32,8 @@ UNALIGNED_TILES = {512: Tile(1, 64, 96)}
 MIN_UNALIGNED_FAN_IN = 257
 #: The longest neuron that one program steps, and its warps at most.
 MAX_FAN_IN, MAX_WARPS = 16384, 16
+#: The most neurons of a tensor, and elements of a neuron: kernels count them by int32, up to a tile beyond the last.
+MAX_COUNT = (1 << 31) - 1 - MAX_FAN_IN
 #: Elements per program for neurons that are split: longer than the largest tile.
 SPLIT_TILE, SPLIT_WARPS = 4096, 8
 #: The blocks of neurons that are not contiguous, by bytes per element and longest fan-in: neurons, elements of each

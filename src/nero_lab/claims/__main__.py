@@ -11,12 +11,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from nero_lab.claims.studies import STUDIES
+from nero_lab.claims import measurements, studies
 from nero_lab.claims.training import load_digits
 from nero_lab.provenance import commit, device_name
 
 #: Digits of the numbers in a record.
 DIGITS = 5
+STUDIES = {**studies.STUDIES, **measurements.STUDIES}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.progress import track
 
 from nero_lab.claims import measurements, studies
+from nero_lab.claims.tables import read
 from nero_lab.claims.training import load_digits
 from nero_lab.provenance import commit, device_name
+from nero_lab.report.markdown import plural
 
 #: Digits of the numbers in a record.
 DIGITS = 5
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.studies:
         study = STUDIES[name]
         left = [settings for settings in study.settings() if key({"study": name, "settings": settings}) not in done]
-        console.print(f"{name}: {study.asks} {len(left)} runs to do")
+        console.print(f"{name}: {study.asks} {plural(len(left), 'run')} to do")
         for settings in track(left, description=name, console=console, disable=not console.is_terminal):
             begin = time.perf_counter()
             record = {
@@ -47,11 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             with options.out.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(record) + "\n")
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read the records of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def key(record: dict[str, Any]) -> str:

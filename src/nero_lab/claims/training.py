@@ -82,7 +82,14 @@ def train(
         schedule: the factor of the rate, from the step and the number of steps.
         after_epoch: called with the number of finished epochs; True ends the training.
         after_step: called with the number of finished steps.
+
+    Raises:
+        ValueError: if the training set is smaller than a batch.
     """
+    if len(data.labels) < batch:
+        raise ValueError(
+            f"a batch of {batch:,} needs as many examples, got {len(data.labels):,}: choose a smaller batch"
+        )
     generator = torch.Generator().manual_seed(seed)
     per_epoch = len(data.labels) // batch
     accuracy, step = [], 0

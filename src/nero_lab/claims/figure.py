@@ -12,8 +12,8 @@ from nero_lab.claims.tables import NAMES, Records, per_cent, select
 from nero_lab.report.drawing import GREY, STYLES, Style, make_panels
 
 EXTRA_STYLES = {"adam-balanced": Style("#5FA83C", "v"), "kaiming": Style("#004D38", "s")}
-#: Test errors above this are drawn at it, %.
-MAX_ERROR = 100.0
+#: The largest test error that the panel of strengths shows, %.
+MAX_ERROR = 26.0
 
 
 def draw(records: Records) -> Figure:
@@ -26,7 +26,7 @@ def draw(records: Records) -> Figure:
     for optimiser, usual in USUAL_RATES.items():
         found = [select(records, "batch-size", optimiser=optimiser, lr=usual, batch=batch) for batch in BATCHES]
         _line(batches, BATCHES, found, optimiser, f"{NAMES[optimiser]} at {usual:g}")
-    _dress(batches, "Test error by batch, at one rate", "examples in a batch", "log", "log")
+    _dress(batches, "Test error by batch, at one rate", "examples in a batch", "log", "linear")
     batches.set_xticks(BATCHES, [f"{batch}" for batch in BATCHES])
     batches.minorticks_off()
     for optimiser in ACTIVATION_RATES:
@@ -58,7 +58,8 @@ def draw(records: Records) -> Figure:
         found = [select(records, "gains", optimiser=optimiser, strength=strength) for strength in STRENGTHS]
         places = list(range(len(STRENGTHS)))
         _line(strengths, places, found, optimiser, f"{NAMES[optimiser]}, {option}")
-    _dress(strengths, "Test error by strength, 20 % of labels random", "strength", "linear", "linear")
+    _dress(strengths, f"Test error by strength, up to {MAX_ERROR:g} %", "strength", "linear", "linear")
+    strengths.set_ylim(20, MAX_ERROR)
     strengths.set_xticks(range(len(STRENGTHS)), [f"{strength:g}" for strength in STRENGTHS], fontsize=7)
     return figure
 
@@ -69,11 +70,7 @@ def _style(optimiser: str) -> Style:
 
 def _line(axes: Axes, places: Sequence[float], found: list[Records], optimiser: str, label: str) -> None:
     """Draw means over seeds, with the seeds' range; settings without a run are left out."""
-    drawn = [
-        (place, [min(error, MAX_ERROR) for error in per_cent(runs)])
-        for place, runs in zip(places, found, strict=True)
-        if runs
-    ]
+    drawn = [(place, per_cent(runs)) for place, runs in zip(places, found, strict=True) if runs]
     colour, marker = _style(optimiser)
     xs = [place for place, _ in drawn]
     axes.plot(xs, [statistics.fmean(errors) for _, errors in drawn], f"{marker}-", color=colour, label=label, ms=5)

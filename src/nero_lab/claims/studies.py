@@ -1,6 +1,7 @@
 """Studies that train perceptrons: the scale of weights, batch sizes, gains, and flattened weights."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,12 +42,15 @@ RAW_SCALES = (1.0, 100.0)
 
 
 def run_raw_scale(data: Digits, settings: Settings) -> dict[str, Any]:
-    """Train the network of Figure 3, left, by Nero from N(0, σ²): 5 epochs in batches of 250 at a constant 0.01."""
+    """Train the network of Figure 3, left, by Nero from N(0, σ²): 5 epochs in batches of 250 at a constant 0.01.
+
+    The setting ``longest_step``, if there is one, is that option of Nero.
+    """
     torch.manual_seed(settings["seed"])
     model = mlp(5, bias=False)
     for layer in linear_layers(model):
         nn.init.normal_(layer.weight, std=settings["sigma"])
-    optimiser = baselines.make("nero", model, 0.01)
+    optimiser = baselines.make("nero", model, 0.01, longest_step=settings.get("longest_step", math.inf))
     errors: list[float] = []
 
     def test(_epoch: int) -> None:
@@ -250,6 +254,11 @@ STUDIES = {
     "raw-scale": Study(
         "does Nero depend on the scale of the initial weights in the network of Figure 3, left?",
         partial(product, seed=SEEDS, sigma=RAW_SCALES),
+        run_raw_scale,
+    ),
+    "raw-scale-bounded": Study(
+        "and with no step longer than three times the angle?",
+        partial(product, seed=SEEDS, sigma=RAW_SCALES, longest_step=[3.0]),
         run_raw_scale,
     ),
     "initial-scale": Study("is there an initial scale to tune?", initial_scale_settings, run_initial_scale),

@@ -107,9 +107,11 @@ def _raw_scale(records: Records, reparameterised: Records) -> str:
     for sigma in RAW_SCALES:
         runs = [run["curve"] for run in reparameterised if run["optimiser"] == f"sigma-{sigma:g}"]
         rows.append(_curve_row("Adam, reparameterised", sigma, [run["train_accuracy"] for run in runs]))
-    for sigma in RAW_SCALES:
-        runs = select(records, "raw-scale", sigma=sigma)
-        rows.append(_curve_row("Nero, projected", sigma, [run["train_accuracy"] for run in runs]))
+    for study, name in {"raw-scale": "Nero", "raw-scale-bounded": "Nero, `longest_step=3`"}.items():
+        for sigma in RAW_SCALES:
+            runs = select(records, study, sigma=sigma)
+            if runs:
+                rows.append(_curve_row(name, sigma, [run["train_accuracy"] for run in runs]))
     return render_table(["weights", "sigma", *(f"epoch {epoch}" for epoch in range(1, 6))], rows)
 
 
@@ -308,7 +310,7 @@ def claims_of(text: str) -> list[list[str]]:
 
 def _verdicts(text: str) -> str:
     found = [row[-1] for row in claims_of(text)]
-    return render_table([*VERDICTS, "all"], [[*map(found.count, VERDICTS), len(found)]], 0)
+    return render_table(VERDICTS, [[*map(found.count, VERDICTS)]], 0)
 
 
 def main(root: Path = Path()) -> None:

@@ -85,6 +85,7 @@ paper: $(READY)
 	$(BIN)/python -m nero_lab.report.depth
 	$(BIN)/python -m nero_lab.report.today
 	$(BIN)/python -m nero_lab.starts.tables
+	$(BIN)/python -m nero_lab.claims.tables
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

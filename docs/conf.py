@@ -44,6 +44,7 @@ NAVIGATION = {
     "Results": [
         ("The paper's experiments", "docs/paper/README"),
         ("Beside today's optimisers", "docs/today/README"),
+        ("Study: claims in words", "docs/studies/claims"),
         ("Study: depth", "docs/studies/depth"),
         ("Study: starts", "docs/studies/starts"),
         ("Theory", "docs/theory"),
@@ -64,6 +65,7 @@ NAVIGATION = {
 #: Pages with a page for each task below them.
 TASKS = {
     "docs/paper/README": [
+        "claims",
         "mnist-deep",
         "mnist-reparameterised",
         "cifar10-vgg11",

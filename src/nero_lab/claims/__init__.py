@@ -1,0 +1,1 @@
+"""The paper's claims in words, put to the test on small networks."""

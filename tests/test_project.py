@@ -146,12 +146,14 @@ def test_demo_trains_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "demo.png").stat().st_size > 20_000
 
 
-def test_demo_record_has_nero_alone_above_chance():
+def test_demo_record_has_nero_and_balanced_adam_above_chance():
     runs = json.loads((ROOT / "docs/figures/demo.json").read_text())["runs"]
     best = max((run for run in runs if run["optimiser"] == "Nero"), key=lambda run: run["training"])
     assert best["rate"] == 0.01
     assert best["training"] > 0.5
-    others = [run for run in runs if run["optimiser"] != "Nero"]
+    balanced = [run["training"] for run in runs if run["optimiser"] == "Adam (balanced)"]
+    assert max(balanced) > 0.5
+    others = [run for run in runs if run["optimiser"] not in ("Nero", "Adam (balanced)")]
     assert {run["optimiser"] for run in others} == {"SGD", "Adam", "LAMB"}
     assert all(run["training"] < 0.13 for run in others)
 

@@ -25,7 +25,7 @@ TORCH_newest ?= 2.15.0
 
 .PHONY: demo test coverage test-models test-versions test-oldest test-newest format bench docs docs-serve paper figures clean
 
-demo: $(READY)
+demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
@@ -99,9 +99,11 @@ format: $(READY)
 clean:
 	rm -rf .venv .venv-models .venv-oldest .venv-newest dist out
 
-$(READY): pyproject.toml constraints.txt
+$(READY): EXTRAS := dev
+.venv/demo: EXTRAS := cpu,demo
+$(READY) .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 
 .venv-%/ready: pyproject.toml

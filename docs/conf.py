@@ -96,7 +96,7 @@ include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECU
 exclude_patterns = [".*", "out", "build", "dist", "src", "tests", "results", "benchmarks", "examples"]
 suppress_warnings = ["config.cache"]  # settings that are functions
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "tasklist"]
 myst_heading_anchors = 4
 myst_url_schemes = ["http", "https", "mailto", "source"]
 

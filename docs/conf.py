@@ -23,43 +23,43 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # the docstrings of this checkout
 import nero  # noqa: E402
 
-#: The sidebar: captions, and below each its pages with their titles there.
+#: The sidebar: captions, and below each its pages, which give their titles.
 NAVIGATION = {
     "Guide": [
-        ("Getting started", "docs/guide/getting-started"),
-        ("How to choose", "docs/guide/choosing"),
-        ("Coming from AdamW", "docs/guide/from-adamw"),
-        ("Recipes for other libraries", "docs/guide/recipes"),
-        ("Sharding", "docs/guide/sharding"),
-        ("Fine-tuning", "docs/guide/fine-tuning"),
-        ("Half precision and CUDA graphs", "docs/guide/precision-and-graphs"),
-        ("Watching a run", "docs/guide/watching"),
-        ("JAX", "docs/guide/jax"),
-        ("Options", "docs/guide/options"),
-        ("Roles", "docs/guide/roles"),
-        ("Constraints alone", "docs/guide/constraints"),
-        ('lr="auto"', "docs/guide/auto"),
-        ("Running the experiments", "docs/guide/experiments"),
+        "docs/guide/getting-started",
+        "docs/guide/choosing",
+        "docs/guide/from-adamw",
+        "docs/guide/recipes",
+        "docs/guide/sharding",
+        "docs/guide/fine-tuning",
+        "docs/guide/precision-and-graphs",
+        "docs/guide/watching",
+        "docs/guide/jax",
+        "docs/guide/options",
+        "docs/guide/roles",
+        "docs/guide/constraints",
+        "docs/guide/auto",
+        "docs/guide/experiments",
     ],
     "Results": [
-        ("The paper's experiments", "docs/paper/README"),
-        ("Beside today's optimisers", "docs/today/README"),
-        ("Study: claims in words", "docs/studies/claims"),
-        ("Study: depth", "docs/studies/depth"),
-        ("Study: starts", "docs/studies/starts"),
-        ("Theory", "docs/theory"),
-        ("Speed", "docs/speed"),
+        "docs/paper/README",
+        "docs/today/README",
+        "docs/studies/claims",
+        "docs/studies/depth",
+        "docs/studies/starts",
+        "docs/theory",
+        "docs/speed",
     ],
     "Reference": [
-        ("API: nero", "docs/api/nero"),
-        ("API: nero.jax", "docs/api/jax"),
-        ("API: nero.theory", "docs/api/theory"),
-        ("Architecture", "docs/architecture"),
-        ("Rulings", "docs/rulings"),
-        ("Contributing", "CONTRIBUTING"),
-        ("Code of conduct", "CODE_OF_CONDUCT"),
-        ("Security", "SECURITY"),
-        ("Changelog", "CHANGELOG"),
+        "docs/api/nero",
+        "docs/api/jax",
+        "docs/api/theory",
+        "docs/architecture",
+        "docs/rulings",
+        "CONTRIBUTING",
+        "CODE_OF_CONDUCT",
+        "SECURITY",
+        "CHANGELOG",
     ],
 }
 #: Pages with a page for each task below them.
@@ -149,7 +149,7 @@ def add_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
     """Add the tables of contents to pages, so that their files are plain Markdown."""
     if name == root_doc:
         for caption, pages in NAVIGATION.items():
-            source[0] += toctree([f"{title} </{page}>" for title, page in pages], caption)
+            source[0] += toctree([f"/{page}" for page in pages], caption)
     if name in TASKS:
         source[0] += toctree(TASKS[name])
 

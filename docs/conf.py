@@ -116,6 +116,7 @@ nitpick_ignore = [("py:class", "nero.watching.reading.BatchResult")]  # internal
 
 html_theme = "furo"
 html_title = f"Nero {release}"
+html_favicon = "static/icon.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -227,8 +228,9 @@ def listing(folder: Path, copies: Path) -> str:
 def add_front_door(app: Sphinx, error: Exception | None) -> None:
     """Lead from the root of the site to its home page."""
     if error is None and app.builder.format == "html":
-        text = f'<!doctype html><meta http-equiv="refresh" content="0; url={root_doc}.html"><title>{project}</title>'
-        (Path(app.outdir) / "index.html").write_text(f'{text}<a href="{root_doc}.html">{project}</a>\n')
+        head = f'<!doctype html><meta http-equiv="refresh" content="0; url={root_doc}.html"><title>{project}</title>'
+        icon = '<link rel="icon" href="_static/icon.svg">'
+        (Path(app.outdir) / "index.html").write_text(f'{head}{icon}<a href="{root_doc}.html">{project}</a>\n')
 
 
 def visit_math(translator: nodes.NodeVisitor, node: nodes.math | nodes.math_block) -> None:

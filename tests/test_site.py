@@ -214,11 +214,7 @@ def test_pages_fit_and_load_in_a_browser(browser: Any, address: str):
         images, formulas = browser.execute_script(f"return [{empty}, {flat}]")
         wrong += [f"{page} does not load {image}" for image in images]
         wrong += [f"{page} has {formulas} formulas without a size"] if formulas else []
-        wrong += [
-            f"{page} logs {entry['message']}"
-            for entry in browser.get_log("browser")
-            if "favicon" not in entry["message"]
-        ]
+        wrong += [f"{page} logs {entry['message']}" for entry in browser.get_log("browser")]
         wrong += [f"{page} loads {url}" for url in requests_of(browser) if not url.startswith(address)]
     assert wrong == []
 

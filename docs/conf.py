@@ -82,6 +82,8 @@ TASKS = {
 }
 #: A link to a file or folder of the repository.
 LINK = re.compile(r"\]\(([^)#\s:]+)\)")
+#: A name that an API page documents.
+DOCUMENTED = re.compile(r"^\.\. auto(?:class|function):: (\S+)$", re.MULTILINE)
 #: A bar of a norm, which browsers would stretch to the height of its line.
 NORM = re.compile(r'<mo(?: class="[^"]*")?>‖</mo>')
 #: Files that a browser shows as a page; others, such as records, are downloads.
@@ -90,7 +92,13 @@ READABLE = (".py", ".toml", ".txt", "Makefile")
 project = "Nero"
 author = "the Nero contributors"
 release = version = nero.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "out", "build", "dist", "src", "tests", "results", "benchmarks", "examples"]
@@ -105,6 +113,7 @@ autodoc_typehints_description_target = "documented_params"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
+autosummary_generate = False  # tables alone: the names have their place on the pages
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 80
@@ -133,6 +142,7 @@ def setup(app: Sphinx) -> None:
     """Connect the functions below."""
     app.connect("autodoc-process-docstring", clear_field)
     app.connect("source-read", add_navigation)
+    app.connect("source-read", add_names)
     app.connect("source-read", mark_source_links)
     app.connect("doctree-resolved", resolve_source_links)
     app.connect("html-collect-pages", source_pages)
@@ -159,6 +169,14 @@ def toctree(entries: list[str], caption: str = "") -> str:
     """Return a hidden table of contents."""
     options = [":hidden:", f":caption: {caption}"] if caption else [":hidden:"]
     return "\n".join(["", "", "```{toctree}", *options, "", *entries, "```", ""])
+
+
+def add_names(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Add a table of all names, with their first sentences, before the first heading of an API page."""
+    if names := DOCUMENTED.findall(source[0]):
+        lines = ["```{eval-rst}", ".. autosummary::", "   :nosignatures:", ""]
+        lines += [*(f"   ~{name}" for name in names), "```"]
+        source[0] = source[0].replace("\n## ", "\n" + "\n".join(lines) + "\n\n## ", 1)
 
 
 def mark_source_links(_app: Sphinx, name: str, source: list[str]) -> None:

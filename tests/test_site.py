@@ -110,6 +110,18 @@ def test_site_has_every_page_and_name(site: Path):
     assert "lr=0.01" in plain(reference)
 
 
+def test_api_pages_open_with_a_table_of_their_names(site: Path):
+    for page in (ROOT / "docs/api").glob("*.md"):
+        names = re.findall(r"^\.\. auto\w+:: (\S+)$", page.read_text(), re.MULTILINE)
+        (table,) = re.findall(
+            r'<table class="autosummary.*?</table>', text_of(site / f"docs/api/{page.stem}.html"), re.DOTALL
+        )
+        rows = re.findall(r"<tr.*?</tr>", table, re.DOTALL)
+        assert [re.search(r'href="#([^"]+)"', row)[1] for row in rows] == names
+        # Sphinx takes the full stop of an abbreviation for the end of the sentence
+        assert [row for row in rows if plain(row).strip().endswith("Eq.")] == []
+
+
 def test_sidebar_has_the_titles_of_the_pages(site: Path):
     entries = re.findall(r'<li class="toctree-l1.*?href="([^"#]+)">(.*?)</a>', text_of(site / "genindex.html"))
     assert len(entries) > 20

@@ -18,6 +18,7 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.util import logging
+from sphinx.util.osutil import relative_uri
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # the docstrings of this checkout
@@ -145,6 +146,7 @@ def setup(app: Sphinx) -> None:
     app.connect("source-read", add_names)
     app.connect("source-read", mark_source_links)
     app.connect("doctree-resolved", resolve_source_links)
+    app.connect("doctree-resolved", link_figures)
     app.connect("html-collect-pages", source_pages)
     app.connect("build-finished", add_front_door)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
@@ -208,6 +210,16 @@ def resolve_source_links(app: Sphinx, doctree: nodes.document, name: str) -> Non
                 log.warning("link to %s, which does not exist", path, location=link)
             link["refuri"] = app.builder.get_relative_uri(name, f"source/{path}")
             link["internal"] = True
+
+
+def link_figures(app: Sphinx, doctree: nodes.document, name: str) -> None:
+    """Link each figure to its file, which a browser shows in full size."""
+    for image in list(doctree.findall(nodes.image)):
+        if app.builder.format == "html" and not isinstance(image.parent, nodes.reference):
+            file = f"_images/{app.env.images[image['uri']][1]}"
+            link = nodes.reference(refuri=relative_uri(app.builder.get_target_uri(name), file), classes=["figure"])
+            image.replace_self(link)
+            link += image
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:

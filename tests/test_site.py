@@ -130,6 +130,13 @@ def test_sidebar_has_the_titles_of_the_pages(site: Path):
         assert plain(entry) == plain(title)
 
 
+def test_figures_link_to_their_files(site: Path):
+    text = "".join(text_of(site / page) for page in ADDRESS)
+    linked = re.findall(r'<a class="figure[^>]* href="([^"]+)"><img [^>]*src="([^"]+)"', text)
+    assert len(linked) == text.count("<img ") > 20
+    assert [pair for pair in linked if pair[0] != pair[1]] == []
+
+
 def test_links_of_the_site_hold(site: Path):
     """Check links between built pages: those of the sidebar and to source files are not in the Markdown."""
     broken = []

@@ -40,6 +40,23 @@ LOADED = re.compile(
     r'|<link\b(?=[^>]*\brel="(?:stylesheet|preload|icon))[^>]*\bhref="(?:https?:)?//'
     r"|(?:@import|url\()\s*['\"]?(?:https?:)?//"
 )
+#: The words in tables that are on two lines. Code in the summaries of API pages may be.
+BROKEN_WORDS = """
+const broken = [];
+for (const cell of document.querySelectorAll("article :is(td, th)")) {
+  const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    if (walker.currentNode.parentElement.closest(".autosummary code")) continue;
+    for (const word of walker.currentNode.data.matchAll(/[\\p{L}\\d]+/gu)) {
+      const range = document.createRange();
+      range.setStart(walker.currentNode, word.index);
+      range.setEnd(walker.currentNode, word.index + word[0].length);
+      if (range.getClientRects().length > 1) broken.push(word[0]);
+    }
+  }
+}
+return broken;
+"""
 #: The text on the page with the least contrast to the nearest background behind it.
 LEAST_CONTRAST = """
 const rgb = text => text.match(/[\\d.]+/g).map(Number);
@@ -228,6 +245,7 @@ def test_pages_fit_and_load_in_a_browser(browser: Any, address: str):
             needed, given = browser.execute_script(f"return [{root}.scrollWidth, {root}.clientWidth]")
             if needed > given:
                 wrong.append(f"{page} is {needed} wide in a window of {width}")
+            wrong += [f"{page} breaks {word} at {width}" for word in browser.execute_script(BROKEN_WORDS)]
         empty = "[...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
         flat = "[...document.querySelectorAll('math')].filter(each => !each.getBoundingClientRect().width).length"
         images, formulas = browser.execute_script(f"return [{empty}, {flat}]")
@@ -236,6 +254,22 @@ def test_pages_fit_and_load_in_a_browser(browser: Any, address: str):
         wrong += [f"{page} logs {entry['message']}" for entry in browser.get_log("browser")]
         wrong += [f"{page} loads {url}" for url in requests_of(browser) if not url.startswith(address)]
     assert wrong == []
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("page", "column"), [("docs/today/README", 1), ("docs/today/gpt", 2)])
+def test_names_stay_in_sight_when_a_table_scrolls(browser: Any, address: str, page: str, column: int):
+    set_width(browser, WIDTHS[-1])
+    browser.get(f"{address}/{page}.html")
+    moved, left = browser.execute_script(
+        "const box = [...document.querySelectorAll('.table-wrapper')].find(box => box.scrollWidth > box.clientWidth);"
+        "box.scrollLeft = 150;"
+        "const name = box.querySelector(`td:nth-child(${arguments[0]})`);"
+        "return [box.scrollLeft, name.getBoundingClientRect().left - box.getBoundingClientRect().left]",
+        column,
+    )
+    assert moved == 150
+    assert left == pytest.approx(0, abs=1)
 
 
 @pytest.mark.browser

@@ -18,48 +18,49 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.util import logging
+from sphinx.util.osutil import relative_uri
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # the docstrings of this checkout
 import nero  # noqa: E402
 
-#: The sidebar: captions, and below each its pages with their titles there.
+#: The sidebar: captions, and below each its pages, which give their titles.
 NAVIGATION = {
     "Guide": [
-        ("Getting started", "docs/guide/getting-started"),
-        ("How to choose", "docs/guide/choosing"),
-        ("Coming from AdamW", "docs/guide/from-adamw"),
-        ("Recipes for other libraries", "docs/guide/recipes"),
-        ("Sharding", "docs/guide/sharding"),
-        ("Fine-tuning", "docs/guide/fine-tuning"),
-        ("Half precision and CUDA graphs", "docs/guide/precision-and-graphs"),
-        ("Watching a run", "docs/guide/watching"),
-        ("JAX", "docs/guide/jax"),
-        ("Options", "docs/guide/options"),
-        ("Roles", "docs/guide/roles"),
-        ("Constraints alone", "docs/guide/constraints"),
-        ('lr="auto"', "docs/guide/auto"),
-        ("Running the experiments", "docs/guide/experiments"),
+        "docs/guide/getting-started",
+        "docs/guide/choosing",
+        "docs/guide/from-adamw",
+        "docs/guide/recipes",
+        "docs/guide/sharding",
+        "docs/guide/fine-tuning",
+        "docs/guide/precision-and-graphs",
+        "docs/guide/watching",
+        "docs/guide/jax",
+        "docs/guide/options",
+        "docs/guide/roles",
+        "docs/guide/constraints",
+        "docs/guide/auto",
+        "docs/guide/experiments",
     ],
     "Results": [
-        ("The paper's experiments", "docs/paper/README"),
-        ("Beside today's optimisers", "docs/today/README"),
-        ("Study: claims in words", "docs/studies/claims"),
-        ("Study: depth", "docs/studies/depth"),
-        ("Study: starts", "docs/studies/starts"),
-        ("Theory", "docs/theory"),
-        ("Speed", "docs/speed"),
+        "docs/paper/README",
+        "docs/today/README",
+        "docs/studies/claims",
+        "docs/studies/depth",
+        "docs/studies/starts",
+        "docs/theory",
+        "docs/speed",
     ],
     "Reference": [
-        ("API: nero", "docs/api/nero"),
-        ("API: nero.jax", "docs/api/jax"),
-        ("API: nero.theory", "docs/api/theory"),
-        ("Architecture", "docs/architecture"),
-        ("Rulings", "docs/rulings"),
-        ("Contributing", "CONTRIBUTING"),
-        ("Code of conduct", "CODE_OF_CONDUCT"),
-        ("Security", "SECURITY"),
-        ("Changelog", "CHANGELOG"),
+        "docs/api/nero",
+        "docs/api/jax",
+        "docs/api/theory",
+        "docs/architecture",
+        "docs/rulings",
+        "CONTRIBUTING",
+        "CODE_OF_CONDUCT",
+        "SECURITY",
+        "CHANGELOG",
     ],
 }
 #: Pages with a page for each task below them.
@@ -82,6 +83,8 @@ TASKS = {
 }
 #: A link to a file or folder of the repository.
 LINK = re.compile(r"\]\(([^)#\s:]+)\)")
+#: A name that an API page documents.
+DOCUMENTED = re.compile(r"^\.\. auto(?:class|function):: (\S+)$", re.MULTILINE)
 #: A bar of a norm, which browsers would stretch to the height of its line.
 NORM = re.compile(r'<mo(?: class="[^"]*")?>‖</mo>')
 #: Files that a browser shows as a page; others, such as records, are downloads.
@@ -90,13 +93,19 @@ READABLE = (".py", ".toml", ".txt", "Makefile")
 project = "Nero"
 author = "the Nero contributors"
 release = version = nero.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md", "CHANGELOG.md"]
 exclude_patterns = [".*", "out", "build", "dist", "src", "tests", "results", "benchmarks", "examples"]
 suppress_warnings = ["config.cache"]  # settings that are functions
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["dollarmath", "tasklist"]
 myst_heading_anchors = 4
 myst_url_schemes = ["http", "https", "mailto", "source"]
 
@@ -105,6 +114,7 @@ autodoc_typehints_description_target = "documented_params"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
+autosummary_generate = False  # tables alone: the names have their place on the pages
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_maximum_signature_line_length = 80
@@ -116,6 +126,7 @@ nitpick_ignore = [("py:class", "nero.watching.reading.BatchResult")]  # internal
 
 html_theme = "furo"
 html_title = f"Nero {release}"
+html_favicon = "static/icon.svg"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -132,8 +143,10 @@ def setup(app: Sphinx) -> None:
     """Connect the functions below."""
     app.connect("autodoc-process-docstring", clear_field)
     app.connect("source-read", add_navigation)
+    app.connect("source-read", add_names)
     app.connect("source-read", mark_source_links)
     app.connect("doctree-resolved", resolve_source_links)
+    app.connect("doctree-resolved", link_figures)
     app.connect("html-collect-pages", source_pages)
     app.connect("build-finished", add_front_door)
     app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
@@ -149,7 +162,7 @@ def add_navigation(_app: Sphinx, name: str, source: list[str]) -> None:
     """Add the tables of contents to pages, so that their files are plain Markdown."""
     if name == root_doc:
         for caption, pages in NAVIGATION.items():
-            source[0] += toctree([f"{title} </{page}>" for title, page in pages], caption)
+            source[0] += toctree([f"/{page}" for page in pages], caption)
     if name in TASKS:
         source[0] += toctree(TASKS[name])
 
@@ -158,6 +171,14 @@ def toctree(entries: list[str], caption: str = "") -> str:
     """Return a hidden table of contents."""
     options = [":hidden:", f":caption: {caption}"] if caption else [":hidden:"]
     return "\n".join(["", "", "```{toctree}", *options, "", *entries, "```", ""])
+
+
+def add_names(_app: Sphinx, _page: str, source: list[str]) -> None:
+    """Add a table of all names, with their first sentences, before the first heading of an API page."""
+    if names := DOCUMENTED.findall(source[0]):
+        lines = ["```{eval-rst}", ".. autosummary::", "   :nosignatures:", ""]
+        lines += [*(f"   ~{name}" for name in names), "```"]
+        source[0] = source[0].replace("\n## ", "\n" + "\n".join(lines) + "\n\n## ", 1)
 
 
 def mark_source_links(_app: Sphinx, name: str, source: list[str]) -> None:
@@ -189,6 +210,16 @@ def resolve_source_links(app: Sphinx, doctree: nodes.document, name: str) -> Non
                 log.warning("link to %s, which does not exist", path, location=link)
             link["refuri"] = app.builder.get_relative_uri(name, f"source/{path}")
             link["internal"] = True
+
+
+def link_figures(app: Sphinx, doctree: nodes.document, name: str) -> None:
+    """Link each figure to its file, which a browser shows in full size."""
+    for image in list(doctree.findall(nodes.image)):
+        if app.builder.format == "html" and not isinstance(image.parent, nodes.reference):
+            file = f"_images/{app.env.images[image['uri']][1]}"
+            link = nodes.reference(refuri=relative_uri(app.builder.get_target_uri(name), file), classes=["figure"])
+            image.replace_self(link)
+            link += image
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
@@ -227,8 +258,9 @@ def listing(folder: Path, copies: Path) -> str:
 def add_front_door(app: Sphinx, error: Exception | None) -> None:
     """Lead from the root of the site to its home page."""
     if error is None and app.builder.format == "html":
-        text = f'<!doctype html><meta http-equiv="refresh" content="0; url={root_doc}.html"><title>{project}</title>'
-        (Path(app.outdir) / "index.html").write_text(f'{text}<a href="{root_doc}.html">{project}</a>\n')
+        head = f'<!doctype html><meta http-equiv="refresh" content="0; url={root_doc}.html"><title>{project}</title>'
+        icon = '<link rel="icon" href="_static/icon.svg">'
+        (Path(app.outdir) / "index.html").write_text(f'{head}{icon}<a href="{root_doc}.html">{project}</a>\n')
 
 
 def visit_math(translator: nodes.NodeVisitor, node: nodes.math | nodes.math_block) -> None:

@@ -271,7 +271,7 @@ def balance_change(
 
 
 class CentredWeightNorm(nn.Module):
-    """Eq. (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||`` for each neuron."""
+    """Equation (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||`` for each neuron."""
 
     def __init__(self, role: Role) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class CentredWeightNorm(nn.Module):
 
 
 def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
-    """Reparameterise a layer by Eq. (cwn), the paper's alternative to projection.
+    """Reparameterise a layer by Equation (cwn), the paper's alternative to projection.
 
     The layer then uses the balanced form of a raw weight, which an ordinary optimiser trains.
 

@@ -57,7 +57,7 @@ class RelativeStep:
 
 
 def relative_step(model: nn.Module, perturbation: Perturbation) -> RelativeStep:
-    r"""Measure the relative size of a step per neuron and per layer: both sides of Eq. (pnpl).
+    r"""Measure the relative size of a step per neuron and per layer: both sides of Equation (pnpl).
 
     "A per-neuron relative update is automatically per-layer relative": for a weight matrix W with the
     neurons :math:`w^{(i)}` as rows,

@@ -204,7 +204,25 @@ def test_curves_have_a_panel_of_steady_times_only(seconds, alone, panels, monkey
 def test_overview_marks_results_of_fewer_than_three_seeds():
     study = Study([*seeds([1.0, 1.1], "muon"), *seeds([2.0, 2.0, 2.0], "nero")])
     cells = {row[0].strip("*"): row[1] for row in rows_of(TABLES["overview"](study))}
-    assert (cells["Muon"], cells["Nero"]) == ("**1.0500 (2 seeds)**", "2.0000")
+    assert cells == {"Muon": "1.0500 (2 seeds)", "Nero": "2.0000"}  # contenders without a run have no row
+
+
+@pytest.mark.parametrize(
+    ("second", "is_bold"),
+    [
+        ([2.0, 2.001, 2.002], True),
+        ([1.0005, 1.0015, 1.0025], False),
+        ([2.0], False),
+        ([None, None], True),
+        (None, False),
+    ],
+    ids=["decided", "close", "one seed", "diverged", "alone"],
+)
+def test_overview_best_is_bold_where_the_rule_decides(second: list[float | None] | None, is_bold: bool):
+    study = Study([*seeds([1.0, 1.001, 1.002], "muon"), *(seeds(second, "adamw") if second else [])])
+    cells = {row[0]: row[1] for row in rows_of(TABLES["overview"](study))}
+    assert cells["Muon"] == ("**1.0010**" if is_bold else "1.0010")
+    assert "**" not in cells.get("AdamW", "")
 
 
 def test_transfer_gives_best_rates_and_cost_of_keeping_one():

@@ -20,8 +20,12 @@ SEEDS = 3
 
 
 def overview(study: Study) -> str:
-    """Set the means of all contenders beside each other, task by task; the best mean of a task is bold."""
-    contenders = dict.fromkeys(contender for task in RANKED for contender in study.contenders(task))
+    """Set the means of all contenders with a run beside each other, task by task.
+
+    A mean is bold if its contender is better than all others of the task by the rule.
+    """
+    known = dict.fromkeys(contender for task in RANKED for contender in study.contenders(task))
+    contenders = [name for name in known if any(study.values(task, name) for task in RANKED)]
     if not contenders:
         return NOT_RUN
     rows = []
@@ -253,7 +257,9 @@ def _overview_cell(study: Study, task: str, contender: str) -> str:
         return NOT_RUN
     text = _mean(study, task, contender).partition(" ±")[0]
     text += f" ({plural(len(values), 'seed')})" if len(values) < SEEDS and all(map(math.isfinite, values)) else ""
-    return f"**{text}**" if contender == study.ranking(task)[0] else text
+    others = [other for other in study.ranking(task) if other != contender]
+    is_best = bool(others) and all(study.is_better(task, contender, other) for other in others)
+    return f"**{text}**" if is_best else text
 
 
 def _state(found: Sequence[Run]) -> str:

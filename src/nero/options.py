@@ -22,6 +22,12 @@ class Option:
     default: object
     accepts: Callable[[Any], bool]
     expected: str
+    is_number: bool = False
+
+    def error(self, name: str, value: object, more: str = "") -> ValueError:
+        """Return the error for a value that the option does not accept."""
+        kind = "a number, " if self.is_number and isinstance(value, str) else ""
+        return ValueError(f"{name} must be {kind}{self.expected}{more}, got {value!r}")
 
 
 def _number(default: float | None, accepts: Callable[[float], bool], expected: str, *others: object) -> Option:
@@ -29,6 +35,7 @@ def _number(default: float | None, accepts: Callable[[float], bool], expected: s
         default,
         lambda value: not isinstance(value, Tensor) and (_is_one_of(value, others) or accepts(as_float(value))),
         expected,
+        is_number=True,
     )
 
 
@@ -62,6 +69,8 @@ OPTIONS: dict[str, Option] = {
     "fan_in_axes": Option(None, lambda _: True, ""),
     "fan_in_groups": Option(1, lambda _: True, ""),
 }
+#: Options that only groups have.
+OF_GROUPS = ("role", "fan_in_axes", "fan_in_groups")
 #: Options that earlier checkpoints lack; they load with the default.
 MISSING_IN_OLD_CHECKPOINTS = ("momentum", "nesterov", "longest_step", "depth")
 
@@ -104,7 +113,10 @@ def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             from difflib import get_close_matches  # for this message alone
 
             close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), [*OPTIONS, *ELSEWHERE], 1)
-            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(OPTIONS)}"
+            own = [*OPTIONS]
+            if where == "nero.Nero":
+                own = [*(option for option in OPTIONS if option not in OF_GROUPS), "pretrained"]
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(own)}"
             if close and close[0] in ELSEWHERE and (name == close[0] or where != "nero.Nero"):
                 hint = ELSEWHERE[close[0]]
             raise TypeError(f"unknown option {name!r} of {where}; {hint}")
@@ -126,7 +138,7 @@ def check_options(options: Mapping[str, Any], *, wait: bool = True) -> None:
 def check_option(name: str, value: object) -> None:
     """Raise if the value of an option is invalid."""
     if not OPTIONS[name].accepts(value):
-        raise ValueError(f"{name} must be {OPTIONS[name].expected}, got {value!r}")
+        raise OPTIONS[name].error(name, value)
 
 
 def check_lr(lr: object, *, wait: bool = True) -> None:
@@ -143,5 +155,4 @@ def check_lr(lr: object, *, wait: bool = True) -> None:
             return
         lr = lr.item()
     if not OPTIONS["lr"].accepts(lr):
-        hint = " (or 'auto', for all groups)" if isinstance(lr, str) else ""
-        raise ValueError(f"lr must be {OPTIONS['lr'].expected}{hint}, got {lr!r}")
+        raise OPTIONS["lr"].error("lr", lr, ", or 'auto' for all groups" if isinstance(lr, str) else "")

@@ -57,6 +57,7 @@ MODELS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:nothing to train")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_state_bytes_are_those_of_the_optimisers(make):
     torch.manual_seed(0)
@@ -188,6 +189,7 @@ def test_unbalanced_parameter_has_a_reason(make, reason):
     assert [line.strip().startswith(reason) for line in lines] == ([True] if reason else [])
 
 
+@pytest.mark.filterwarnings("ignore:nothing to train")
 @pytest.mark.parametrize("name", [name for name in REASONS if name not in ("not a number", "complex", "meta zeros")])
 def test_reason_agrees_with_what_the_optimiser_balances(name):
     make, reason = REASONS[name]

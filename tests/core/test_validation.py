@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+import warnings
 
 import pytest
 import torch
@@ -345,12 +346,34 @@ def test_role_given_to_the_constructor_raises():
         (nn.Linear(3, 2).parameters, "call it first"),
         ({"params": []}, r"got a dict.*\[group\]"),
         ([{"params": [nn.Parameter(torch.ones(3))]}, 3.0], "group must be a dict"),
+        (torch.ones(3, requires_grad=True), r"got a tensor.*\[tensor\]"),
+        ([nn.Linear(3, 2), nn.Linear(2, 1)], r"got a list of modules.*nn\.ModuleList"),
+        ([{"params": [nn.Linear(3, 2)]}], r"nn\.ModuleList"),
+        ([("table", torch.arange(6))], r"table is a tensor of torch\.int64.*\.float\(\)"),
+        ([torch.ones(3, dtype=torch.bool)], r"torch\.bool"),
     ],
-    ids=["class", "method", "dict", "group"],
+    ids=["class", "method", "dict", "group", "tensor", "modules", "group of modules", "integers", "bools"],
 )
 def test_params_of_wrong_kind_raises_with_remedy(params, message: str):
     with pytest.raises(TypeError, match=message):
         nero.Nero(params)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(3, 2).requires_grad_(False), lambda: [nn.Parameter(torch.ones(0, 3))]]
+)
+def test_nothing_to_train_warns_once_at_the_users_line(make):
+    with pytest.warns(UserWarning, match="nothing to train.*requires_grad_") as caught:
+        nero.Nero(make())
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_frozen_model_with_one_trainable_layer_is_quiet():
+    model = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 1))
+    model[0].register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))  # as quantised weights are
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nero.Nero(model)
 
 
 @pytest.mark.parametrize("option", ["fix_norm", "fix_mean", "maximize"])

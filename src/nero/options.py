@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
+from nero.foreign_options import FOREIGN_OPTIONS
 from nero.scalars import as_float
 
 Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
@@ -74,21 +75,6 @@ OF_GROUPS = ("role", "fan_in_axes", "fan_in_groups")
 #: Options that earlier checkpoints lack; they load with the default.
 MISSING_IN_OLD_CHECKPOINTS = ("momentum", "nesterov", "longest_step", "depth")
 
-#: Options of other optimisers, and what to do with Nero instead. They are dropped where they ask for nothing: 0, False
-#: or None.
-FOREIGN_OPTIONS: dict[str, str] = {
-    "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
-    "decoupled_weight_decay": "Nero has no weight decay: leave it out",
-    "betas": "Nero has betas=(b1, b2) as momentum=b1, beta=b2; leave them out for momentum=0, beta=0.999",
-    "beta1": "Nero has it as momentum: give momentum=0.9, or leave it out",
-    "dampening": "Nero's momentum is an average, so that a factor on gradients changes nothing: leave it out",
-    "eps": "Nero has no epsilon, since it is scale-free: leave it out",
-    "amsgrad": "Nero has no maximum of its averages: leave it out",
-    "foreach": "leave it out, since backend='auto' takes the fastest; or give backend='foreach'",
-    "fused": "leave it out, since backend='auto' takes a fused step where there is one",
-    "capturable": "leave it out, since a step of Nero can always be captured in a CUDA graph",
-    "differentiable": "a step of Nero cannot be differentiated: leave it out",
-}
 #: Keys that a group may have besides options: torch's own, and those of schedulers and other tools.
 OTHER_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero.options import FOREIGN_OPTIONS, OF_GROUPS, OPTIONS, OTHER_KEYS
+from nero.foreign_options import FOREIGN_OPTIONS
+from nero.options import OF_GROUPS, OPTIONS, OTHER_KEYS
 
 
 @pytest.mark.parametrize(

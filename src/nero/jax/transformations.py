@@ -18,7 +18,7 @@ from jax import Array
 
 from nero.jax import rule
 from nero.jax.options import check_constraints, check_learning_rate, checked, explain_unknown_options
-from nero.jax.roles import Tree, grouped, map_with_roles
+from nero.jax.roles import Tree, check_arrays, grouped, map_with_roles, roles_of
 from nero.jax.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 from nero.role import Role
 
@@ -263,13 +263,23 @@ def balance(params: Tree, *, fix_mean: bool = True, fix_norm: FixNorm = True, ro
         kept = _is_balanced(role, w, fix_mean, bool(fix_norm), radius)
         return jnp.where(kept, grouped(w, role), found.astype(w.dtype)).reshape(w.shape)
 
+    check_arrays(params)
     # compiled at once: outside of jit, JAX would compile every operation on every shape by itself
     return jax.jit(lambda tree: map_with_roles(balanced, roles, tree))(params)
 
 
 def is_balanced(params: Tree, *, fix_mean: bool = True, fix_norm: bool = True, roles: Tree | None = None) -> bool:
-    """Check that all neurons are balanced, to the rounding of their dtype. The arguments are those of :func:`nero`."""
+    """Check that all neurons are balanced, to the rounding of their dtype. The arguments are those of :func:`nero`.
+
+    Raises:
+        ValueError: if there are no neurons.
+    """
     check_constraints(fix_mean, fix_norm)
+    check_arrays(params)
+    roles = roles_of(params) if roles is None else roles
+    kinds = map_with_roles(lambda role, w: role.kind if w.size else "empty", roles, params)
+    if "neuron" not in jax.tree.leaves(kinds):
+        raise ValueError("params have no neurons; nero.jax.roles_of(params) tells what they have")
 
     def check(role: Role, w: Array) -> Array:
         if role.kind != "neuron" or not w.size:

@@ -100,6 +100,12 @@ def _checked_groups(
         raise ValueError("not an optimiser's state_dict: it lacks 'state' or 'param_groups'")
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved_groups):
         raise ValueError("not an optimiser's state_dict: one of its groups lacks 'params'")
+    entries = [entry for entry in saved_state.values() if isinstance(entry, Mapping) and entry]
+    if entries and not any("grad_norm" in entry for entry in entries):
+        raise ValueError(
+            f"the checkpoint is the state of another optimiser, which holds {sorted(map(str, entries[0]))}: load the "
+            "model's weights alone, and let Nero start anew"
+        )
     sizes, own_sizes = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
     if sizes != own_sizes:
         raise ValueError(

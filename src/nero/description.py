@@ -97,10 +97,11 @@ class Description:
     def __str__(self) -> str:
         share = f", {_percent(self.state_bytes / self.adam_bytes)} of it" if self.adam_bytes else ""
         blocks = sorted(_blocks(self.rows), key=lambda block: block[0].is_unknown)
+        tensors = _count(len(self.rows), "tensor")
         lines = [
             _fitted_table([(_label(block), *block[0].cells()[1:]) for block in blocks]),
             "",
-            f"{self.parameters:,} parameters in {len(self.rows)} tensors; {self.neurons:,} neurons",
+            f"{_count(self.parameters, 'parameter')} in {tensors}; {_count(self.neurons, 'neuron')}",
             f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
             *self._reasons(blocks),
             *self._unknown([block for block in blocks if block[0].is_unknown]),
@@ -297,6 +298,10 @@ def _listed(names: Sequence[str], columns: int) -> str:
     return _cut(names[0], columns - len(more)) + more
 
 
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _bytes(count: int) -> str:
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= 0.9995 * size:  # rounds to at least 1 of the unit, not to 1000 of the smaller one
@@ -305,4 +310,6 @@ def _bytes(count: int) -> str:
 
 
 def _percent(share: float) -> str:
+    if 0 < share < 1e-6:
+        return "less than 0.0001 %"
     return f"{100 * share:.2g} %" if share < 0.99 else f"{100 * share:.0f} %"

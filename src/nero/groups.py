@@ -62,14 +62,18 @@ def own_rate(lr: Any) -> Any:
 
 
 def check_params(params: object) -> None:
-    """Raise if an optimiser was given a class, a method or a single group instead of parameters."""
+    """Raise if an optimiser was given a class, a method, a tensor or a single group instead of parameters."""
     if isinstance(params, dict):
         raise TypeError(
             "expected a module, parameters or a list of groups, got a dict: put it into a list, as in [group]"
         )
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "expected a module, parameters or a list of groups, got a tensor: put it into a list, as in [tensor]"
+        )
     if params is None or isinstance(params, str):
         raise TypeError(f"expected a module, parameters or a list of groups, got {params!r}")
-    if callable(params) and not isinstance(params, nn.Module | Tensor):
+    if callable(params) and not isinstance(params, nn.Module):
         raise TypeError(f"expected a module or parameters, got {params!r}: call it first, as in model.parameters()")
 
 
@@ -114,6 +118,8 @@ def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) ->
     if "params" not in group:
         raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
     own = {"lr": own_rate(lr), **own_options(group, "a parameter group")}
+    if isinstance(own["params"], list | tuple) and any(isinstance(entry, nn.Module) for entry in own["params"]):
+        raise TypeError("expected parameters, got a list of modules: give one module, as in nn.ModuleList([...])")
     if any(own["lr"] is other["lr"] for other in groups):  # schedulers would change a shared tensor several times
         own["lr"] = own_rate(own["lr"])
     if isinstance(own["params"], set) or not groups:

@@ -26,7 +26,7 @@ from nero.options import (
     check_options,
     own_options,
 )
-from nero.parameters import check_gradients, check_parameter, check_trainable
+from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.regrowth import Copy, add_missing_radii, find_grown, restore
 from nero.roles import Role
@@ -183,6 +183,7 @@ class Nero(UnseenState):
         if nesterov and not any(group["momentum"] for group in self.param_groups):
             raise ValueError("nesterov=True needs momentum: give momentum=0.9, or leave nesterov out")
         check_trainable(part[:2] for part in self._added())
+        warn_if_untrainable(part.parameter for part in self.parts())
         self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)

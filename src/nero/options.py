@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
+from nero.foreign_options import FOREIGN_OPTIONS
 from nero.scalars import as_float
 
 Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
@@ -22,6 +23,12 @@ class Option:
     default: object
     accepts: Callable[[Any], bool]
     expected: str
+    is_number: bool = False
+
+    def error(self, name: str, value: object, more: str = "") -> ValueError:
+        """Return the error for a value that the option does not accept."""
+        kind = "a number, " if self.is_number and isinstance(value, str) else ""
+        return ValueError(f"{name} must be {kind}{self.expected}{more}, got {value!r}")
 
 
 def _number(default: float | None, accepts: Callable[[float], bool], expected: str, *others: object) -> Option:
@@ -29,6 +36,7 @@ def _number(default: float | None, accepts: Callable[[float], bool], expected: s
         default,
         lambda value: not isinstance(value, Tensor) and (_is_one_of(value, others) or accepts(as_float(value))),
         expected,
+        is_number=True,
     )
 
 
@@ -62,24 +70,11 @@ OPTIONS: dict[str, Option] = {
     "fan_in_axes": Option(None, lambda _: True, ""),
     "fan_in_groups": Option(1, lambda _: True, ""),
 }
+#: Options that only groups have.
+OF_GROUPS = ("role", "fan_in_axes", "fan_in_groups")
 #: Options that earlier checkpoints lack; they load with the default.
 MISSING_IN_OLD_CHECKPOINTS = ("momentum", "nesterov", "longest_step", "depth")
 
-#: Options of other optimisers, and what to do with Nero instead. They are dropped where they ask for nothing: 0, False
-#: or None.
-FOREIGN_OPTIONS: dict[str, str] = {
-    "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
-    "decoupled_weight_decay": "Nero has no weight decay: leave it out",
-    "betas": "Nero has betas=(b1, b2) as momentum=b1, beta=b2; leave them out for momentum=0, beta=0.999",
-    "beta1": "Nero has it as momentum: give momentum=0.9, or leave it out",
-    "dampening": "Nero's momentum is an average, so that a factor on gradients changes nothing: leave it out",
-    "eps": "Nero has no epsilon, since it is scale-free: leave it out",
-    "amsgrad": "Nero has no maximum of its averages: leave it out",
-    "foreach": "leave it out, since backend='auto' takes the fastest; or give backend='foreach'",
-    "fused": "leave it out, since backend='auto' takes a fused step where there is one",
-    "capturable": "leave it out, since a step of Nero can always be captured in a CUDA graph",
-    "differentiable": "a step of Nero cannot be differentiated: leave it out",
-}
 #: Keys that a group may have besides options: torch's own, and those of schedulers and other tools.
 OTHER_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -104,7 +99,10 @@ def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             from difflib import get_close_matches  # for this message alone
 
             close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), [*OPTIONS, *ELSEWHERE], 1)
-            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(OPTIONS)}"
+            own = [*OPTIONS]
+            if where == "nero.Nero":
+                own = [*(option for option in OPTIONS if option not in OF_GROUPS), "pretrained"]
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(own)}"
             if close and close[0] in ELSEWHERE and (name == close[0] or where != "nero.Nero"):
                 hint = ELSEWHERE[close[0]]
             raise TypeError(f"unknown option {name!r} of {where}; {hint}")
@@ -126,7 +124,7 @@ def check_options(options: Mapping[str, Any], *, wait: bool = True) -> None:
 def check_option(name: str, value: object) -> None:
     """Raise if the value of an option is invalid."""
     if not OPTIONS[name].accepts(value):
-        raise ValueError(f"{name} must be {OPTIONS[name].expected}, got {value!r}")
+        raise OPTIONS[name].error(name, value)
 
 
 def check_lr(lr: object, *, wait: bool = True) -> None:
@@ -143,5 +141,4 @@ def check_lr(lr: object, *, wait: bool = True) -> None:
             return
         lr = lr.item()
     if not OPTIONS["lr"].accepts(lr):
-        hint = " (or 'auto', for all groups)" if isinstance(lr, str) else ""
-        raise ValueError(f"lr must be {OPTIONS['lr'].expected}{hint}, got {lr!r}")
+        raise OPTIONS["lr"].error("lr", lr, ", or 'auto' for all groups" if isinstance(lr, str) else "")

@@ -3,16 +3,17 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from nero.sharding import agreed_flags, check_sharding, is_sharded, local_of
+from nero.user_warnings import warn
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:
-    """Raise if a parameter cannot be added to the optimiser; a frozen one may be of any dtype."""
+    """Raise if a parameter cannot be added to the optimiser; a frozen one of a module may be of any dtype."""
     if is_lazy(parameter):
         raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
     if getattr(parameter, "_is_flat_param", False):
@@ -22,6 +23,18 @@ def check_parameter(name: str, parameter: Tensor) -> None:
         )
     if parameter.requires_grad:
         _check_kind(name, parameter)
+    # quantised weights of a module are integers too, and stay frozen
+    elif not isinstance(parameter, nn.Parameter) and not (parameter.is_floating_point() or parameter.is_complex()):
+        raise TypeError(f"{name} is a tensor of {parameter.dtype}, which has no gradient: convert it with .float()")
+
+
+def warn_if_untrainable(parameters: Iterable[Tensor]) -> None:
+    """Warn if all parameters are frozen or empty, so that steps change nothing."""
+    if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
+        warn(
+            "nothing to train: every parameter is frozen (requires_grad=False) or has no elements; "
+            "call model.requires_grad_() on what you want to train"
+        )
 
 
 def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -292,7 +292,8 @@ MODEL = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
             r"grad_norm of 1\.weight has the shape \(5, 1\)",
         ),
         (lambda: _checkpoint(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))), r"'2\.weight'.*'1\.weight'"),
-        (lambda: _checkpoint(MODEL(), torch.optim.Adam), "another model, or the groups"),
+        (lambda: _checkpoint(MODEL(), torch.optim.AdamW), "state of another optimiser, .*'exp_avg'.*start anew"),
+        (lambda: _checkpoint(MODEL(), torch.optim.AdamW) | {"state": {}}, "another model, or the groups"),
         (lambda: _without_option(_checkpoint(MODEL())), r"lacks the options \['beta'\]"),
         (lambda: _with_bad_option(_checkpoint(MODEL())), "beta must be"),
         (lambda: _with_few_names(_checkpoint(MODEL())), "2 parameters, but 1 names"),
@@ -335,11 +336,12 @@ def test_checkpoint_with_keys_of_other_tools_loads():
 
 
 def test_load_of_adam_state_in_equal_groups_raises():
-    """The groups have equal sizes, so that only their options differ."""
-    model = MODEL()
-    optimiser = nero.Nero(model.parameters())
+    """The groups have equal sizes, so that only their options and state differ; before a step, their options alone."""
+    optimiser, saved = nero.Nero(MODEL().parameters()), _checkpoint(MODEL(), torch.optim.Adam)
+    with pytest.raises(ValueError, match="state of another optimiser"):
+        optimiser.load_state_dict(saved)
     with pytest.raises(ValueError, match="lacks the options"):
-        optimiser.load_state_dict(_checkpoint(MODEL(), torch.optim.Adam))
+        optimiser.load_state_dict(saved | {"state": {}})
 
 
 def test_checkpoint_of_distributed_state_dict_loads():

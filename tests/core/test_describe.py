@@ -57,6 +57,7 @@ MODELS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:nothing to train")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_state_bytes_are_those_of_the_optimisers(make):
     torch.manual_seed(0)
@@ -188,6 +189,7 @@ def test_unbalanced_parameter_has_a_reason(make, reason):
     assert [line.strip().startswith(reason) for line in lines] == ([True] if reason else [])
 
 
+@pytest.mark.filterwarnings("ignore:nothing to train")
 @pytest.mark.parametrize("name", [name for name in REASONS if name not in ("not a number", "complex", "meta zeros")])
 def test_reason_agrees_with_what_the_optimiser_balances(name):
     make, reason = REASONS[name]
@@ -320,6 +322,11 @@ def test_text_of_small_model_in_full():
     ]
 
 
+def test_one_of_a_kind_is_counted_in_the_singular():
+    lines = str(nero.describe(nn.Linear(3, 1, bias=False))).splitlines()
+    assert "3 parameters in 1 tensor; 1 neuron" in lines
+
+
 def test_override_shows_in_the_table():
     description = nero.describe(nn.Linear(4, 3), {"weight": (0,)})
     assert (description.rows[0].neurons, description.rows[0].fan_in, description.rows[0].role.why) == (4, 3, "given")
@@ -345,7 +352,17 @@ def test_bytes_format_with_unit(count, text):
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0.00171, "0.17 %"), (0.0999, "10 %"), (0.5, "50 %"), (0.996, "100 %"), (5, "500 %")]
+    ("share", "text"),
+    [
+        (0, "0 %"),
+        (8.4e-8, "less than 0.0001 %"),
+        (1e-6, "0.0001 %"),
+        (0.00171, "0.17 %"),
+        (0.0999, "10 %"),
+        (0.5, "50 %"),
+        (0.996, "100 %"),
+        (5, "500 %"),
+    ],
 )
 def test_share_formats_as_percent(share, text):
     assert _percent(share) == text

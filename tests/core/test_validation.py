@@ -3,13 +3,15 @@
 import copy
 import inspect
 import math
+import warnings
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import nero
-from nero.options import FOREIGN_OPTIONS, OPTIONS, OTHER_KEYS
+from nero.foreign_options import FOREIGN_OPTIONS
+from nero.options import OF_GROUPS, OPTIONS, OTHER_KEYS
 
 
 @pytest.mark.parametrize(
@@ -18,7 +20,7 @@ from nero.options import FOREIGN_OPTIONS, OPTIONS, OTHER_KEYS
         ({"lr": -0.1}, "lr must be finite and not negative"),
         ({"lr": math.nan}, "lr must be"),
         ({"lr": math.inf}, "lr must be"),
-        ({"lr": "fast"}, "lr must be"),
+        ({"lr": "0.01"}, "lr must be a number.*'auto' for all groups, got '0.01'"),
         ({"lr": torch.tensor([0.1, 0.2])}, "lr as a tensor must have one element"),
         ({"lr": torch.tensor(-1.0)}, "lr must be"),
         ({"beta": 1.0}, r"beta must be in \[0, 1\)"),
@@ -28,7 +30,7 @@ from nero.options import FOREIGN_OPTIONS, OPTIONS, OTHER_KEYS
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\)"),
         ({"momentum": -0.1}, "momentum must be"),
         ({"momentum": math.nan}, "momentum must be"),
-        ({"momentum": "0.9"}, "momentum must be"),
+        ({"momentum": "0.9"}, "momentum must be a number, in"),
         ({"momentum": 0.9, "nesterov": 1}, "nesterov must be one of"),
         ({"momentum": 0.9, "nesterov": "yes"}, "nesterov must be one of"),
         ({"scale": 10**400}, "scale must be finite and positive"),
@@ -301,6 +303,16 @@ def test_foreign_or_unknown_option_raises_with_hint(options: dict, message: str,
         call_with(where, options)
 
 
+def test_unknown_option_lists_what_each_place_accepts():
+    listed = {}
+    for where in ("constructor", "group"):
+        with pytest.raises(TypeError) as error:
+            call_with(where, {"use_muon": True})
+        listed[where] = str(error.value).partition("the options are ")[2].split(", ")
+    signature = inspect.signature(nero.Nero).parameters
+    assert listed == {"constructor": [*signature][1:-1], "group": [*OPTIONS]}
+
+
 def test_every_option_of_adamw_and_sgd_has_a_hint():
     """Groups taken over from these optimisers meet no unknown option."""
     for kind in (torch.optim.AdamW, torch.optim.SGD):
@@ -335,12 +347,34 @@ def test_role_given_to_the_constructor_raises():
         (nn.Linear(3, 2).parameters, "call it first"),
         ({"params": []}, r"got a dict.*\[group\]"),
         ([{"params": [nn.Parameter(torch.ones(3))]}, 3.0], "group must be a dict"),
+        (torch.ones(3, requires_grad=True), r"got a tensor.*\[tensor\]"),
+        ([nn.Linear(3, 2), nn.Linear(2, 1)], r"got a list of modules.*nn\.ModuleList"),
+        ([{"params": [nn.Linear(3, 2)]}], r"nn\.ModuleList"),
+        ([("table", torch.arange(6))], r"table is a tensor of torch\.int64.*\.float\(\)"),
+        ([torch.ones(3, dtype=torch.bool)], r"torch\.bool"),
     ],
-    ids=["class", "method", "dict", "group"],
+    ids=["class", "method", "dict", "group", "tensor", "modules", "group of modules", "integers", "bools"],
 )
 def test_params_of_wrong_kind_raises_with_remedy(params, message: str):
     with pytest.raises(TypeError, match=message):
         nero.Nero(params)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(3, 2).requires_grad_(False), lambda: [nn.Parameter(torch.ones(0, 3))]]
+)
+def test_nothing_to_train_warns_once_at_the_users_line(make):
+    with pytest.warns(UserWarning, match="nothing to train.*requires_grad_") as caught:
+        nero.Nero(make())
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_frozen_model_with_one_trainable_layer_is_quiet():
+    model = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 1))
+    model[0].register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))  # as quantised weights are
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nero.Nero(model)
 
 
 @pytest.mark.parametrize("option", ["fix_norm", "fix_mean", "maximize"])
@@ -364,14 +398,13 @@ def test_balance_after_step_with_bad_constraint_raises(option: str, value: objec
 
 def test_signature_lists_every_option():
     signature = inspect.signature(nero.Nero).parameters
-    of_groups = ("role", "fan_in_axes", "fan_in_groups")
-    assert list(signature) == ["params", *(name for name in OPTIONS if name not in of_groups), "pretrained", "others"]
+    assert list(signature) == ["params", *(name for name in OPTIONS if name not in OF_GROUPS), "pretrained", "others"]
     assert nero.Nero(nn.Linear(3, 2)).defaults == {name: option.default for name, option in OPTIONS.items()}
     changed = {"lr": 0.5, "beta": 0.5, "longest_step": 2.0, "fix_mean": False, "fix_norm": "initial", "scale": 2.0}
     changed |= {"gain_penalty": 0.5, "maximize": True, "on_nonfinite": "raise", "rounding": "stochastic"}
     changed |= {"depth": 3.0, "backend": "eager", "momentum": 0.9, "nesterov": False}
     optimiser = nero.Nero(nn.BatchNorm1d(3), **changed)
-    assert {name: optimiser.defaults[name] for name in OPTIONS if name not in of_groups} == changed
+    assert {name: optimiser.defaults[name] for name in OPTIONS if name not in OF_GROUPS} == changed
 
 
 def test_backend_set_later_that_is_missing_raises_before_any_step(monkeypatch: pytest.MonkeyPatch):

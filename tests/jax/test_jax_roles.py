@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import torch
 
 import nero.jax
 from nero.jax import Role, roles_of
@@ -139,9 +140,11 @@ def test_roles_of_haiku_by_its_names():
 def test_roles_that_names_do_not_tell_raise(name: str, shape: tuple[int, ...]):
     params = shapes(**{name: shape})
     own = name.replace("__", "/")
-    with pytest.raises(ValueError, match="overrides") as error:
-        roles_of(params)
-    assert f"{own} {shape}" in str(error.value)
+    for call in (roles_of, nero.jax.nero().init, nero.jax.is_balanced):
+        with pytest.raises(ValueError, match=r"pass roles=nero\.jax\.roles_of\(params, ") as error:
+            call(params)
+        assert f"{own} {shape}" in str(error.value)
+        assert f"{{'{own}$': (0,)}}" in str(error.value)
     assert roles_of(params, {f"{own}$": (1,)}) == {own: Role("neuron", (1,))}
 
 
@@ -188,6 +191,21 @@ def test_balance_is_idempotent_and_keeps_norms_if_told():
     sizes = [np.linalg.norm(each, axis=0) for each in (kept, params["kernel"].astype(jnp.float32))]
     np.testing.assert_allclose(*sizes, rtol=0.01)
     np.testing.assert_allclose(kept.mean(0), 0, atol=0.01)
+
+
+@pytest.mark.parametrize("call", [nero.jax.balance, nero.jax.is_balanced, roles_of, nero.jax.nero().init])
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (torch.nn.Linear(3, 2), "params must be an array of JAX, got Linear: for PyTorch, use nero.Nero"),
+        ({"kernel": torch.ones(3, 2)}, "parameter 'kernel' must be an array of JAX, got Tensor: for PyTorch"),
+        ({"kernel": "0.1"}, "'kernel' .* got str: give a pytree of arrays"),
+    ],
+    ids=["module", "tensor", "string"],
+)
+def test_leaves_that_are_no_arrays_raise(params: Any, message: str, call: Any):
+    with pytest.raises(TypeError, match=message):
+        call(params)
 
 
 def test_import_needs_no_torch():

@@ -1,6 +1,7 @@
 """Steps of nero.jax against the oracle, over the table of cases, and inputs that are odd."""
 
 import functools
+import inspect
 import math
 from dataclasses import replace
 from typing import Any
@@ -229,15 +230,37 @@ def test_half_precision_stops_at_its_largest_number():
         ({"scale": 0.0}, "scale must be"),
         ({"gain_penalty": math.nan}, "gain_penalty must be"),
         ({"fix_norm": "start"}, "fix_norm True, False or 'initial'"),
-        ({"beta": "high"}, "beta must be in"),
+        ({"beta": "0.9"}, "beta must be a number, in"),
         ({"beta": None}, "beta must be in"),
         ({"learning_rate": [0.1]}, "learning_rate must be"),
+        ({"learning_rate": "0.1"}, "learning_rate must be a number"),
+        ({"learning_rate": "auto"}, "PyTorch alone.*0.1 divided by the number of layers, and longest_step=3"),
         ({"nesterov": "no"}, "nesterov must be True or False"),
     ],
 )
 def test_bad_option_raises(options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         nero.jax.nero(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (nero.jax.nero, {"lr": 0.1}, "unknown option 'lr' of nero.jax.nero: give learning_rate"),
+        (nero.jax.nero, {"weight_decay": 0.1}, "no weight decay.*leave it out"),
+        (nero.jax.nero, {"b1": 0.9}, "momentum=0.9"),
+        (nero.jax.nero, {"eps": 1e-8}, "scale-free"),
+        (nero.jax.nero, {"fix_nrom": True}, "did you mean fix_norm?"),
+        (nero.jax.nero, {"use_muon": True}, "the options are learning_rate, beta"),
+        (nero.jax.scale_by_nero, {"b2": 0.99}, "nero.jax.scale_by_nero.*beta=0.999"),
+        (nero.jax.keep_balanced, {"overrides": {}}, "nero.jax.keep_balanced.*roles=nero.jax.roles_of"),
+    ],
+)
+def test_unknown_option_raises_with_remedy(make: Any, options: dict[str, Any], message: str):
+    with pytest.raises(TypeError, match=message):
+        make(**options)
+    assert not set(options) & set(inspect.signature(make).parameters)
+    assert {"others", "options", "kwargs"}.isdisjoint(inspect.signature(make).parameters)
 
 
 def test_update_without_parameters_says_what_to_pass():
@@ -257,7 +280,8 @@ def test_missing_gradient_names_its_parameter():
 )
 def test_empty_trees_and_arrays_are_stepped(params: Any):
     optimiser = nero.jax.nero(momentum=0.9)
-    assert nero.jax.is_balanced(nero.jax.balance(params))
+    with pytest.raises(ValueError, match="no neurons"):  # as nero.is_balanced does
+        nero.jax.is_balanced(nero.jax.balance(params))
     updates, _ = optimiser.update(params, optimiser.init(params), params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 

@@ -131,6 +131,7 @@ def test_frozen_parameter_is_read_once_it_trains():
     assert watched.read()["0.weight"].step == 2
 
 
+@pytest.mark.filterwarnings("ignore:nothing to train")
 def test_empty_parameter_is_left_out():
     optimiser = nero.Nero(
         [nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.ones(()))]

@@ -52,8 +52,9 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
     leaves, structure = tree_flatten_with_path(params)
     unused, unknown, roles = set(overrides), [], []
     for path, leaf in leaves:
-        name, shape = name_of(path), jnp.shape(leaf)
+        name = name_of(path)
         _check_dtype(name, leaf)
+        shape = jnp.shape(leaf)
         matches = [pattern for pattern in overrides if _is_found(pattern, name)]
         unused.difference_update(matches)
         role = overridden(name, shape, overrides[matches[-1]]) if matches else _role(name, shape)
@@ -64,9 +65,11 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
         names = ", ".join(name_of(path) for path, _ in leaves[:4])
         raise ValueError(f"overrides {sorted(unused)} match no parameter; the names are like {names}")
     if unknown:
+        first = unknown[0].partition(" (")[0]
         raise ValueError(
-            "names and shapes do not tell the fan-in axes of these parameters; give them in overrides, for example "
-            f"{{'{unknown[0].partition(' ')[0]}$': (0,)}}, or as 'gain' or 'bias': {'; '.join(unknown)}"
+            f"names and shapes do not tell the fan-in axes of {'; '.join(unknown)}: pass "
+            f"roles=nero.jax.roles_of(params, {{'{first}$': (0,)}}) to nero.jax.nero, balance and is_balanced, with an "
+            "entry for each: its fan-in axes, 'gain' or 'bias'"
         )
     return jax.tree.unflatten(structure, roles)
 
@@ -128,8 +131,20 @@ def map_with_roles(function: Callable[..., Any], roles: Tree | None, params: Tre
     return jax.tree.map_with_path(apply, params, *others)
 
 
+def check_arrays(params: Tree) -> None:
+    """Raise if a leaf is not an array that Nero can train."""
+    for path, leaf in tree_flatten_with_path(params)[0]:
+        _check_dtype(name_of(path), leaf)
+
+
 def _check_dtype(name: str, leaf: Array) -> None:
-    dtype = jnp.result_type(leaf)
+    try:
+        dtype = jnp.result_type(leaf)
+    except TypeError as error:
+        is_torch = any(base.__module__.partition(".")[0] == "torch" for base in type(leaf).__mro__)
+        remedy = "for PyTorch, use nero.Nero and nero.balance_" if is_torch else "give a pytree of arrays"
+        where = f"parameter {name!r}" if name else "params"
+        raise TypeError(f"{where} must be an array of JAX, got {type(leaf).__name__}: {remedy}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"parameter {name!r} is {dtype}, which Nero cannot train: leave it out by optax.masked")
 

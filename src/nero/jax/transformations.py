@@ -17,11 +17,13 @@ import optax
 from jax import Array
 
 from nero.jax import rule
-from nero.jax.roles import Tree, grouped, map_with_roles
+from nero.jax.options import check_constraints, check_learning_rate, checked, explain_unknown_options
+from nero.jax.roles import Tree, check_arrays, grouped, map_with_roles, roles_of
 from nero.jax.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 from nero.role import Role
 
 FixNorm: TypeAlias = bool | Literal["initial"]
+Schedule: TypeAlias = Callable[[Any], Any]  # optax.Schedule, whose long unions would fill the API page
 
 
 class NeroState(NamedTuple):
@@ -60,8 +62,9 @@ class _Start(NamedTuple):
     skipped: Array
 
 
+@explain_unknown_options
 def nero(
-    learning_rate: optax.ScalarOrSchedule = 0.01,
+    learning_rate: Number | Schedule = 0.01,
     beta: Number = 0.999,
     *,
     momentum: Number | None = None,
@@ -105,6 +108,7 @@ def nero(
         A transformation whose ``update`` needs the parameters. Its updates are float32, or float64 for float64.
 
     Raises:
+        TypeError: if an option is unknown; the message names the fix.
         ValueError: if an option is out of its range.
 
     Example:
@@ -113,8 +117,7 @@ def nero(
     Reference:
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
-    if not callable(learning_rate):
-        _checked("learning_rate", learning_rate, lambda x: 0 <= x < math.inf, "finite and not negative, like 0.01")
+    check_learning_rate(learning_rate)
     return optax.chain(
         scale_by_nero(
             beta,
@@ -130,6 +133,7 @@ def nero(
     )
 
 
+@explain_unknown_options
 def scale_by_nero(
     beta: Number = 0.999,
     *,
@@ -146,15 +150,15 @@ def scale_by_nero(
     finite. Multiply it by a learning rate and end the chain with :func:`keep_balanced`. The arguments are those of
     :func:`nero`.
     """
-    beta = _checked("beta", beta, lambda x: 0 <= x < 1, "in [0, 1), like 0.999")
-    longest_step = _checked("longest_step", longest_step, lambda x: x >= 1, "at least 1, like 3, or math.inf")
-    gain_penalty = _checked("gain_penalty", gain_penalty, lambda x: 0 <= x < math.inf, "finite and not negative")
+    beta = checked("beta", beta, lambda x: 0 <= x < 1, "in [0, 1), like 0.999")
+    longest_step = checked("longest_step", longest_step, lambda x: x >= 1, "at least 1, like 3, or math.inf")
+    gain_penalty = checked("gain_penalty", gain_penalty, lambda x: 0 <= x < math.inf, "finite and not negative")
     if scale is not None:
-        scale = _checked("scale", scale, lambda x: 0 < x < math.inf, "finite and positive, or None")
+        scale = checked("scale", scale, lambda x: 0 < x < math.inf, "finite and positive, or None")
     if nesterov not in (True, False):
         raise ValueError(f"nesterov must be True or False, got {nesterov!r}")
     if momentum is not None:
-        momentum = _checked("momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1), like 0.9")
+        momentum = checked("momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1), like 0.9")
 
     def init(params: optax.Params) -> NeroState:
         starts = map_with_roles(_start, roles, params)
@@ -200,6 +204,7 @@ def scale_by_nero(
     return optax.GradientTransformation(init, update)
 
 
+@explain_unknown_options
 def keep_balanced(
     *, fix_mean: bool = True, fix_norm: FixNorm = True, roles: Tree | None = None
 ) -> optax.GradientTransformation:
@@ -211,7 +216,7 @@ def keep_balanced(
     Example:
         >>> optimiser = optax.chain(optax.adam(1e-3), keep_balanced())
     """
-    _check_constraints(fix_mean, fix_norm)
+    check_constraints(fix_mean, fix_norm)
 
     def init(params: optax.Params) -> BalanceState:
         return BalanceState(map_with_roles(lambda role, w: _radius(role, w, fix_norm), roles, params))
@@ -247,7 +252,7 @@ def balance(params: Tree, *, fix_mean: bool = True, fix_norm: FixNorm = True, ro
         >>> [round(float(weight), 3) for weight in weights[:, 0]]
         [0.707, -0.707, 0.0]
     """
-    _check_constraints(fix_mean, fix_norm)
+    check_constraints(fix_mean, fix_norm)
 
     def balanced(role: Role, w: Array) -> Array:
         if role.kind != "neuron":
@@ -258,13 +263,23 @@ def balance(params: Tree, *, fix_mean: bool = True, fix_norm: FixNorm = True, ro
         kept = _is_balanced(role, w, fix_mean, bool(fix_norm), radius)
         return jnp.where(kept, grouped(w, role), found.astype(w.dtype)).reshape(w.shape)
 
+    check_arrays(params)
     # compiled at once: outside of jit, JAX would compile every operation on every shape by itself
     return jax.jit(lambda tree: map_with_roles(balanced, roles, tree))(params)
 
 
 def is_balanced(params: Tree, *, fix_mean: bool = True, fix_norm: bool = True, roles: Tree | None = None) -> bool:
-    """Check that all neurons are balanced, to the rounding of their dtype. The arguments are those of :func:`nero`."""
-    _check_constraints(fix_mean, fix_norm)
+    """Check that all neurons are balanced, to the rounding of their dtype. The arguments are those of :func:`nero`.
+
+    Raises:
+        ValueError: if there are no neurons.
+    """
+    check_constraints(fix_mean, fix_norm)
+    check_arrays(params)
+    roles = roles_of(params) if roles is None else roles
+    kinds = map_with_roles(lambda role, w: role.kind if w.size else "empty", roles, params)
+    if "neuron" not in jax.tree.leaves(kinds):
+        raise ValueError("params have no neurons; nero.jax.roles_of(params) tells what they have")
 
     def check(role: Role, w: Array) -> Array:
         if role.kind != "neuron" or not w.size:
@@ -319,27 +334,3 @@ def _needed(params: optax.Params | None) -> optax.Params:
     if params is None:
         raise ValueError("Nero steps relative to the weights: call update(grads, state, params)")
     return params
-
-
-def _checked(name: str, value: Any, accepts: Callable[[float], bool], expected: str) -> Any:
-    """Return a hyperparameter; raise if it is out of range. Arrays, which may be traced, are not read."""
-    if not isinstance(value, jax.Array):
-        try:
-            number = math.nan if isinstance(value, bool | str) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not accepts(number):
-            raise ValueError(f"{name} must be {expected}, got {value!r}")
-        return number
-    if name == "beta" and value.dtype in (jnp.bfloat16, jnp.float16):
-        raise TypeError(
-            f"beta is {value.dtype}, in which 0.999 is 1: give hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
-        )
-    return value
-
-
-def _check_constraints(fix_mean: object, fix_norm: object) -> None:
-    if fix_mean not in (True, False) or fix_norm not in (True, False, "initial"):
-        raise ValueError(
-            f"fix_mean must be True or False, and fix_norm True, False or 'initial', got {fix_mean!r} and {fix_norm!r}"
-        )

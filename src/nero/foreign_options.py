@@ -1,0 +1,20 @@
+"""Options of other optimisers, and what to do with Nero instead.
+
+This module imports no torch, so that :mod:`nero.jax` has the same texts.
+"""
+
+#: Options of other optimisers, and what to do with Nero instead. With torch, they are dropped where they ask for
+#: nothing: 0, False or None.
+FOREIGN_OPTIONS: dict[str, str] = {
+    "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
+    "decoupled_weight_decay": "Nero has no weight decay: leave it out",
+    "betas": "Nero has betas=(b1, b2) as momentum=b1, beta=b2; leave them out for momentum=0, beta=0.999",
+    "beta1": "Nero has it as momentum: give momentum=0.9, or leave it out",
+    "dampening": "Nero's momentum is an average, so that a factor on gradients changes nothing: leave it out",
+    "eps": "Nero has no epsilon, since it is scale-free: leave it out",
+    "amsgrad": "Nero has no maximum of its averages: leave it out",
+    "foreach": "leave it out, since backend='auto' takes the fastest; or give backend='foreach'",
+    "fused": "leave it out, since backend='auto' takes a fused step where there is one",
+    "capturable": "leave it out, since a step of Nero can always be captured in a CUDA graph",
+    "differentiable": "a step of Nero cannot be differentiated: leave it out",
+}

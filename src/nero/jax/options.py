@@ -1,0 +1,81 @@
+"""The options of :mod:`nero.jax`: checks, and errors that name the fix, as :mod:`nero.options` has them for torch."""
+
+import inspect
+import math
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from nero.foreign_options import FOREIGN_OPTIONS
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What to do instead of options that only torch's Nero, optax or both have under these names.
+HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay", "betas", "eps")} | {
+    "lr": "give learning_rate",
+    "b1": "Nero has it as momentum: give momentum=0.9, or leave it out",
+    "b2": "Nero has it as beta: give beta=0.999, or leave it out",
+    "mask": "Nero has no weight decay to mask; to train a part of the parameters, use optax.masked",
+    "depth": "divide learning_rate by the depth of the network",
+    "maximize": "put optax.scale(-1.0) before it, by optax.chain",
+    "pretrained": "give fix_norm='initial' and fix_mean=False, to nero.jax.balance as well",
+    "overrides": "give roles=nero.jax.roles_of(params, overrides)",
+}
+
+
+def explain_unknown_options(make: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that an unknown option raises an error with the remedy; its signature stays."""
+    known = list(inspect.signature(make).parameters)
+
+    @wraps(make)
+    def made(*args: P.args, **options: P.kwargs) -> T:
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, 1)
+                hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(known)}"
+                raise TypeError(f"unknown option {name!r} of nero.jax.{make.__name__}: {HINTS.get(name, hint)}")
+        return make(*args, **options)
+
+    return made
+
+
+def check_learning_rate(value: Any) -> None:
+    """Raise if a learning rate is invalid. Schedules and arrays, which may be traced, are not read."""
+    if isinstance(value, str) and value == "auto":
+        raise ValueError(
+            "learning_rate='auto' is for PyTorch alone, where Nero counts the depth of the network: give 0.1 divided "
+            "by the number of layers, and longest_step=3"
+        )
+    if not callable(value):
+        checked("learning_rate", value, lambda x: 0 <= x < math.inf, "finite and not negative, like 0.01")
+
+
+def checked(name: str, value: Any, accepts: Callable[[float], bool], expected: str) -> Any:
+    """Return a hyperparameter; raise if it is out of range. Arrays, which may be traced, are not read."""
+    if not isinstance(value, jax.Array):
+        try:
+            number = math.nan if isinstance(value, bool | str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not accepts(number):
+            kind = "a number, " if isinstance(value, str) else ""
+            raise ValueError(f"{name} must be {kind}{expected}, got {value!r}")
+        return number
+    if name == "beta" and value.dtype in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"beta is {value.dtype}, in which 0.999 is 1: give hyperparam_dtype=jnp.float32 to optax.inject_hyperparams"
+        )
+    return value
+
+
+def check_constraints(fix_mean: object, fix_norm: object) -> None:
+    """Raise if a constraint is invalid."""
+    if fix_mean not in (True, False) or fix_norm not in (True, False, "initial"):
+        raise ValueError(
+            f"fix_mean must be True or False, and fix_norm True, False or 'initial', got {fix_mean!r} and {fix_norm!r}"
+        )

@@ -271,7 +271,8 @@ def test_unsupported_tensor_raises_before_any_changes(sparse: bool):
         nn.Parameter(torch.randn(3, 4, dtype=dtype, device=DEVICE), requires_grad=False)
         for dtype in (torch.float32, torch.float32 if sparse else torch.float64)
     )
-    optimiser = nero.Nero([late, odd], backend="triton")
+    with pytest.warns(UserWarning, match="nothing to train"):
+        optimiser = nero.Nero([late, odd], backend="triton")
     before = [late.detach().clone(), odd.detach().clone()]
     late.requires_grad_(), odd.requires_grad_()
     late.grad = torch.randn_like(late)

@@ -1,6 +1,7 @@
 """Script of each of two processes that train together; `loops/test_distributed_training.py` starts them."""
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -101,6 +102,7 @@ def new_group(port: str, **options: bool) -> Iterator[None]:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(200)  # the fixture ends the processes after 240 s
+    gc.disable()  # a process group that it frees may wait for a thread that waits for the interpreter
     root, ports, *sweep = sys.argv[1:]
     folder, port = Path(root), iter(ports.split(","))
     with new_group(next(port)):

@@ -84,7 +84,7 @@ def test_torchtitan_recipe_resumes_on_shards(pools: Pools, tmp_path: Path):
 
 def resume_container(folder: Path) -> None:
     """Train the parts of a sharded model in the container of the recipe, save it by name, and resume."""
-    from test_docs import CODE
+    from test_docs import blocks_of
     from test_recipes import OptimizersContainer, install, sections
 
     names = {"__name__": "page"}
@@ -92,8 +92,9 @@ def resume_container(folder: Path) -> None:
         install(patch, "torchtitan.components.optimizer", OptimizersContainer=OptimizersContainer)
         install(patch, "torchtitan.components.checkpointer.utils", canonical_fqn=lambda name: name)
         for text in (sections()[""], sections()["torchtitan"]):
-            for block in CODE.finditer(text):
-                exec(block[2], names)
+            for block in blocks_of(text):
+                if block.language == "python":
+                    exec(block.code, names)
 
     def make(seed: int) -> tuple[nn.Module, OptimizersContainer]:
         torch.manual_seed(seed)

@@ -82,7 +82,7 @@ def train(plan: Plan) -> dict[str, Any]:
 
 
 class Film(NamedTuple):
-    """What the frames show.
+    """The contents of the frames.
 
     Attributes:
         points: the neurons as seen, (steps + 1, neurons, 3): right, up, and towards the reader.

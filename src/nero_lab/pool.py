@@ -111,7 +111,7 @@ def _name(settings: Settings) -> str:
 
 
 class _Worker:
-    """What a process keeps from run to run. As an observer, it interrupts a run if the command is interrupted."""
+    """State that a process keeps from run to run. As an observer, it interrupts a run if the command is interrupted."""
 
     def __init__(
         self, stop: Event, folder: Path | None, device: torch.device, root: Path, find: Find, processes: int

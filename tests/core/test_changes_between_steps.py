@@ -1,4 +1,4 @@
-"""What users change between steps without a call of ours: tensors, gradients, state and groups, on every backend."""
+"""Changes by users between steps, without a call of ours: tensors, gradients, state and groups, on every backend."""
 
 import copy
 from collections import defaultdict

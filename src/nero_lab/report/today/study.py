@@ -56,7 +56,7 @@ class Goal:
 
     @property
     def tolerance(self) -> str:
-        """What counts as near a contender's own best."""
+        """The distance from a contender's own best that counts as near it."""
         return "one point" if self.is_accuracy else "1 %"
 
     def limit(self, best: float) -> float:

@@ -29,8 +29,12 @@ def check_parameter(name: str, parameter: Tensor) -> None:
 
 
 def warn_if_untrainable(parameters: Iterable[Tensor]) -> None:
-    """Warn if all parameters are frozen or empty, so that steps change nothing."""
-    if not any(parameter.requires_grad and parameter.numel() for parameter in parameters):
+    """Warn if all parameters are frozen or empty, so that steps change nothing.
+
+    No parameter at all is no fault: ZeroRedundancyOptimizer gives none to some processes.
+    """
+    can_train = [bool(parameter.requires_grad and parameter.numel()) for parameter in parameters]
+    if can_train and not any(can_train):
         warn(
             "nothing to train: every parameter is frozen (requires_grad=False) or has no elements; "
             "call model.requires_grad_() on what you want to train"

@@ -78,7 +78,7 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
 
 
 class Sight:
-    """A note of whether anyone but the optimiser has seen its state. Wrappers that copy the optimiser's attributes share it."""
+    """A note of whether users have seen the state. Wrappers that copy the optimiser's attributes share it."""
 
     is_seen = False
 

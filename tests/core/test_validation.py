@@ -369,6 +369,11 @@ def test_nothing_to_train_warns_once_at_the_users_line(make):
     assert [warning.filename for warning in caught] == [__file__]
 
 
+def test_group_without_parameters_is_quiet():
+    optimiser = nero.Nero([{"params": []}])  # warnings are errors here
+    assert optimiser.param_groups[0]["params"] == []
+
+
 def test_frozen_model_with_one_trainable_layer_is_quiet():
     model = nn.Sequential(nn.Linear(3, 2).requires_grad_(False), nn.Linear(2, 1))
     model[0].register_parameter("table", nn.Parameter(torch.arange(3), requires_grad=False))  # as quantised weights are

@@ -246,7 +246,8 @@ def test_bad_option_raises(options: dict[str, Any], message: str):
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (nero.jax.nero, {"lr": 0.1}, "unknown option 'lr' of nero.jax.nero: give learning_rate"),
+        (nero.jax.nero, {"lr": 0.1}, "unknown option 'lr' of nero.jax.nero: .*learning_rate"),
+        (nero.jax.nero, {"beta1": 0.9}, "Nero has it as momentum"),
         (nero.jax.nero, {"weight_decay": 0.1}, "no weight decay.*leave it out"),
         (nero.jax.nero, {"b1": 0.9}, "momentum=0.9"),
         (nero.jax.nero, {"eps": 1e-8}, "scale-free"),

@@ -16,14 +16,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 #: What to do instead of options that only torch's Nero, optax or both have under these names.
-HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay", "betas", "eps")} | {
-    "lr": "give learning_rate",
-    "b1": "Nero has it as momentum: give momentum=0.9, or leave it out",
+HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay", "betas", "beta1", "eps")} | {
+    "lr": "the learning rate is an option of nero.jax.nero, learning_rate",
+    "b1": FOREIGN_OPTIONS["beta1"],
     "b2": "Nero has it as beta: give beta=0.999, or leave it out",
     "mask": "Nero has no weight decay to mask; to train a part of the parameters, use optax.masked",
     "depth": "divide learning_rate by the depth of the network",
     "maximize": "put optax.scale(-1.0) before it, by optax.chain",
-    "pretrained": "give fix_norm='initial' and fix_mean=False, to nero.jax.balance as well",
+    "pretrained": "give fix_norm='initial' and fix_mean=False to nero.jax.nero and nero.jax.balance",
     "overrides": "give roles=nero.jax.roles_of(params, overrides)",
 }
 

@@ -168,7 +168,7 @@ def test_bad_gradient_keeps_average_and_momentum():
         assert not np.any(old["kernel"][:, 1:] == new["kernel"][:, 1:])
 
 
-@pytest.mark.parametrize("size", [1e-25, 1e25])
+@pytest.mark.parametrize("size", [1e-25, 1e25, 3e37])
 def test_step_is_free_of_the_gradients_scale(size: float):
     (wanted, _), (found, _) = (step(PARAMS, random_like(PARAMS, 1, each)) for each in (1.0, size))
     for name in wanted:
@@ -262,6 +262,19 @@ def test_unknown_option_raises_with_remedy(make: Any, options: dict[str, Any], m
         make(**options)
     assert not set(options) & set(inspect.signature(make).parameters)
     assert {"others", "options", "kwargs"}.isdisjoint(inspect.signature(make).parameters)
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "message"),
+    [
+        (nero.jax.nero, (0.01, 0.9), r"nero\.jax\.nero got 0\.9 without a name: write beta=\.\.\., momentum="),
+        (nero.jax.scale_by_nero, (0.9,), r"scale_by_nero got 0\.9 without a name: write beta=\.\.\., momentum="),
+        (nero.jax.keep_balanced, (True,), r"keep_balanced got True without a name: write fix_mean=\.\.\., fix_norm="),
+    ],
+)
+def test_option_without_a_name_raises_with_remedy(make: Any, values: tuple[Any, ...], message: str):
+    with pytest.raises(TypeError, match=message):
+        make(*values)
 
 
 def test_update_without_parameters_says_what_to_pass():

@@ -5,15 +5,12 @@ import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from nero.foreign_options import FOREIGN_OPTIONS
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from nero.foreign_options import FOREIGN_OPTIONS, P, T, explain_positional_options
 
 #: What to do instead of options that only torch's Nero, optax or both have under these names.
 HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay", "betas", "beta1", "eps")} | {
@@ -28,9 +25,11 @@ HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay"
 }
 
 
-def explain_unknown_options(make: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that an unknown option raises an error with the remedy; its signature stays."""
+def explain_options(make: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that a bad name or place of an option raises an error with the remedy."""
     known = list(inspect.signature(make).parameters)
+    where = f"nero.jax.{make.__name__}"
+    make = explain_positional_options(where)(make)
 
     @wraps(make)
     def made(*args: P.args, **options: P.kwargs) -> T:
@@ -38,7 +37,7 @@ def explain_unknown_options(make: Callable[P, T]) -> Callable[P, T]:
             if name not in known:
                 close = get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(known)}"
-                raise TypeError(f"unknown option {name!r} of nero.jax.{make.__name__}: {HINTS.get(name, hint)}")
+                raise TypeError(f"unknown option {name!r} of {where}: {HINTS.get(name, hint)}")
         return make(*args, **options)
 
     return made

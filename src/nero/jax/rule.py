@@ -21,6 +21,8 @@ Number: TypeAlias = float | Array
 
 #: The scale of a parameter that starts at zero: the paper's default for biases, as in :mod:`nero.rule`.
 SCALE_AT_ORIGIN = 0.01
+#: Divisors above it are scaled down, so that their inverses stay in float32's range.
+HUGE = 2.0**64
 
 
 class Step(NamedTuple):
@@ -94,7 +96,7 @@ def step(
     if axes and not isinstance(scale, float):
         size = norm(w, axes)
         scale = jnp.where(jnp.greater(scale, 0), as_dtype(scale, dtype), jnp.where(size > 0, size, SCALE_AT_ORIGIN))
-    change = as_dtype(scale, dtype) * jnp.where(average.moving, u / average.divisor, 0.0)
+    change = as_dtype(scale, dtype) * jnp.where(average.moving, _quotient(u, average.divisor), 0.0)
     return Step(change, average.grad_norm, average.skipped, m)
 
 
@@ -159,18 +161,23 @@ def project(
     """
     peak = jnp.max(jnp.abs(array), axes, keepdims=True, initial=0)
     possible = (peak > 0) & jnp.isfinite(peak)
-    fix_mean = fix_mean and fan_in(array, axes) != 2
+    size = fan_in(array, axes)
+    fix_mean = fix_mean and size != 2
     if not (fix_mean or fix_norm):
         return Projection(array, possible)
-    unit = array / jnp.where(possible, peak, 1.0)
-    square = _sum_of_squares(unit, axes)
+    unit = _quotient(array, jnp.where(possible, peak, 1.0))
     if fix_mean:
-        for _ in range(2):  # the second removes the rounding error of the first, which a nearly constant neuron has
-            unit = unit - held(jnp.mean(unit, axes, keepdims=True), radius)
-        left = _sum_of_squares(unit, axes)
+        mean = held(jnp.mean(unit, axes, keepdims=True), radius)
+        unit = unit - mean
+        # the rounding error of the mean, which a nearly constant neuron has
+        rest = held(jnp.mean(unit, axes, keepdims=True), radius)
+        square = _sum_of_squares(unit, axes) - size * rest * rest
+        unit = unit - rest
         # the rounding error of a constant neuron is not a direction
-        possible = possible & (left > float(16 * limits(array.dtype).eps) ** 2 * square)
-        square = left
+        least = float(16 * limits(array.dtype).eps) ** 2
+        possible = possible & (square > least * (square + size * mean * mean))
+    else:
+        square = _sum_of_squares(unit, axes)
     if fix_norm:
         length = jnp.sqrt(jnp.where(possible, square, 1.0))
         # a neuron that started at zero may be shorter
@@ -204,7 +211,7 @@ def norm(array: Array, axes: tuple[int, ...]) -> Array:
         return jnp.abs(array)
     peak = jnp.max(jnp.abs(array), axes, keepdims=True, initial=0)
     unit = jnp.where((peak > 0) & jnp.isfinite(peak), peak, 1.0)
-    return unit * jnp.sqrt(_sum_of_squares(array / unit, axes))
+    return unit * jnp.sqrt(_sum_of_squares(_quotient(array, unit), axes))
 
 
 def held(mean: Array, radius: Number) -> Array:
@@ -235,6 +242,12 @@ def as_dtype(number: Number, dtype: DTypeLike) -> Number:
 def fan_in(array: Array, axes: tuple[int, ...]) -> int:
     """Return the number of elements of a neuron."""
     return math.prod([array.shape[axis] for axis in axes])
+
+
+def _quotient(array: Array, divisor: Array) -> Array:
+    """Divide by numbers per neuron. XLA multiplies by their inverses, and takes those below 1.2e-38 for zero."""
+    shrink = jnp.where(divisor > HUGE, 1 / HUGE, 1.0)
+    return (array * shrink) / (divisor * shrink)
 
 
 def _sum_of_squares(array: Array, axes: tuple[int, ...]) -> Array:

@@ -17,7 +17,7 @@ import optax
 from jax import Array
 
 from nero.jax import rule
-from nero.jax.options import check_constraints, check_learning_rate, checked, explain_unknown_options
+from nero.jax.options import check_constraints, check_learning_rate, checked, explain_options
 from nero.jax.roles import Tree, check_arrays, grouped, map_with_roles, roles_of
 from nero.jax.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 from nero.role import Role
@@ -62,11 +62,11 @@ class _Start(NamedTuple):
     skipped: Array
 
 
-@explain_unknown_options
+@explain_options
 def nero(
     learning_rate: Number | Schedule = 0.01,
-    beta: Number = 0.999,
     *,
+    beta: Number = 0.999,
     momentum: Number | None = None,
     nesterov: bool = True,
     longest_step: Number = math.inf,
@@ -120,7 +120,7 @@ def nero(
     check_learning_rate(learning_rate)
     return optax.chain(
         scale_by_nero(
-            beta,
+            beta=beta,
             momentum=momentum,
             nesterov=nesterov,
             longest_step=longest_step,
@@ -133,10 +133,10 @@ def nero(
     )
 
 
-@explain_unknown_options
+@explain_options
 def scale_by_nero(
-    beta: Number = 0.999,
     *,
+    beta: Number = 0.999,
     momentum: Number | None = None,
     nesterov: bool = True,
     longest_step: Number = math.inf,
@@ -204,7 +204,7 @@ def scale_by_nero(
     return optax.GradientTransformation(init, update)
 
 
-@explain_unknown_options
+@explain_options
 def keep_balanced(
     *, fix_mean: bool = True, fix_norm: FixNorm = True, roles: Tree | None = None
 ) -> optax.GradientTransformation:

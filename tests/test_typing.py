@@ -87,6 +87,8 @@ def test_typed_program_with_wrong_types_is_refused() -> None:
     with pytest.raises(ValueError, match="fix_norm must be"):
         Nero(model, fix_norm="never")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
+        Nero(model, 0.01, 0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
         nero.balance_after_step(model, model)  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         _ = nero.nothing  # type: ignore[attr-defined]

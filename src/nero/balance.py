@@ -157,7 +157,7 @@ def is_balanced(
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no trainable neurons; nero.describe(model) lists what it has")
     paddings = paddings_of(model)
-    has_off = torch.zeros((), dtype=torch.int32)
+    has_off = torch.zeros((), dtype=torch.int32, device="cpu")
     for _, parameter, role in neurons:
         wide, axes = _local_neurons(parameter, role)
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm)

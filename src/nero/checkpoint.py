@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.backends import has_entered
 from nero.groups import Part, name_of, own_rate, role_in
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
@@ -80,7 +81,7 @@ def start_missing_momentum(parts: Sequence[Part], loaded: Mapping[Tensor, dict[s
     added = [
         name
         for name, parameter, role, group in parts
-        if parameter in loaded and match_momentum(parameter, role, loaded[parameter], group["momentum"])
+        if has_entered(loaded.get(parameter)) and match_momentum(parameter, role, loaded[parameter], group["momentum"])
     ]
     if added:
         others = f" and {len(added) - 1} others" if len(added) > 1 else ""
@@ -101,7 +102,8 @@ def _checked_groups(
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in saved_groups):
         raise ValueError("not an optimiser's state_dict: one of its groups lacks 'params'")
     entries = [entry for entry in saved_state.values() if isinstance(entry, Mapping) and entry]
-    if entries and not any("grad_norm" in entry for entry in entries):
+    is_own = any(map(has_entered, entries)) or any("fix_norm" in group for group in saved_groups)
+    if entries and not is_own:
         raise ValueError(
             f"the checkpoint is the state of another optimiser, which holds {sorted(map(str, entries[0]))}: load the "
             "model's weights alone, and let Nero start anew"
@@ -125,7 +127,8 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
     """Return one parameter's state; keys that are not Nero's are copied as they are."""
     shape = role.state_shape(parameter.shape)
     wanted = {"step": (), "grad_norm": shape, "skipped": (), **({} if role.kind == "neuron" else {"scale": ()})}
-    if not isinstance(entry, Mapping) or not set(wanted) <= set(entry):
+    # what users have added to the state of a frozen parameter is none of Nero's
+    if not isinstance(entry, Mapping) or (not set(wanted) <= set(entry) and set(wanted) & set(entry)):
         found = sorted(entry) if isinstance(entry, Mapping) else repr(entry)
         raise ValueError(
             f"the checkpoint's state of {name} has {found}, but {sorted(wanted)} are needed: it is of another "
@@ -161,6 +164,6 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
         local = sharding.load_state(tensor) if is_per_neuron else local_of(tensor)
         local = local.to(device=parameter.device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
         state[key] = sharding.as_state(local) if is_per_neuron else local
-    if not sharding.is_first:  # the count is of all processes, which add theirs up
+    if not sharding.is_first and has_entered(state):  # the count is of all processes, which add theirs up
         state["skipped"].zero_()
     return state

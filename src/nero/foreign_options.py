@@ -3,10 +3,18 @@
 This module imports no torch, so that :mod:`nero.jax` has the same texts.
 """
 
+from collections.abc import Callable
+from functools import wraps
+from reprlib import repr as repr_of  # short, also of a whole model
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 #: Options of other optimisers, and what to do with Nero instead. With torch, they are dropped where they ask for
 #: nothing: 0, False or None.
 FOREIGN_OPTIONS: dict[str, str] = {
-    "weight_decay": "Nero has no weight decay, since each neuron keeps its norm: leave it out",
+    "weight_decay": "Nero has no weight decay: norms are fixed, or free with fix_norm=False; leave it out",
     "decoupled_weight_decay": "Nero has no weight decay: leave it out",
     "betas": "Nero has betas=(b1, b2) as momentum=b1, beta=b2; leave them out for momentum=0, beta=0.999",
     "beta1": "Nero has it as momentum: give momentum=0.9, or leave it out",
@@ -18,3 +26,27 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "capturable": "leave it out, since a step of Nero can always be captured in a CUDA graph",
     "differentiable": "a step of Nero cannot be differentiated: leave it out",
 }
+
+
+def explain_positional_options(where: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator by which an option without its name raises an error with the remedy; the signature stays.
+
+    Optimisers differ in the order of their options: the third argument of SGD is its momentum.
+    """
+
+    def decorate(make: Callable[P, T]) -> Callable[P, T]:
+        code = make.__code__
+        first, second = code.co_varnames[code.co_argcount :][:2]
+
+        @wraps(make)
+        def made(*args: P.args, **options: P.kwargs) -> T:
+            if len(args) > code.co_argcount:
+                got = repr_of(args[code.co_argcount])
+                raise TypeError(
+                    f"{where} got {got} without a name: write {first}=..., {second}=... or the name of another option"
+                )
+            return make(*args, **options)
+
+        return made
+
+    return decorate

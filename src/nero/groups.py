@@ -1,12 +1,20 @@
 """Parameter groups by role, and the names and roles of their members."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from nero.options import own_options
 from nero.roles import Override, Role, role_from_shape, roles_of
+from nero.rounding import HALVES
+from nero.scalars import as_float
+from nero.user_warnings import warn
+
+#: The least angle of a step in half precision. Rounding of smaller steps to nearest leaves three of four weights, and
+#: most gains of one, as they were.
+MIN_ANGLE_IN_EPS = 0.15
 
 
 class Part(NamedTuple):
@@ -118,6 +126,7 @@ def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) ->
     if "params" not in group:
         raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
     own = {"lr": own_rate(lr), **own_options(group, "a parameter group")}
+    freeze_axes(own)
     if isinstance(own["params"], list | tuple) and any(isinstance(entry, nn.Module) for entry in own["params"]):
         raise TypeError("expected parameters, got a list of modules: give one module, as in nn.ModuleList([...])")
     if any(own["lr"] is other["lr"] for other in groups):  # schedulers would change a shared tensor several times
@@ -132,6 +141,12 @@ def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) ->
     return {**own, "params": params}
 
 
+def freeze_axes(group: dict[str, Any]) -> None:
+    """Replace fan-in axes in a list by a tuple: a list could change in place without notice."""
+    if isinstance(group.get("fan_in_axes"), list):
+        group["fan_in_axes"] = tuple(group["fan_in_axes"])
+
+
 def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: Mapping[Tensor, Role]) -> None:
     """Raise if a group's role differs from when its parameters were added, since their state depends on it."""
     for index, parameter in enumerate(group["params"]):
@@ -141,3 +156,24 @@ def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: 
                 f"{name_of(groups, group, index)} was added as {known}, and its group now says "
                 f"{role_in(group, parameter)}: make another optimiser to change a role"
             )
+
+
+def warn_if_lost(parts: Iterable[Part]) -> None:
+    """Warn if steps are so small that rounding to half precision loses most of them."""
+    lost = [part for part in parts if part.parameter.dtype in HALVES and _is_lost(part)]
+    if lost:
+        name, parameter, _, group = lost[0]
+        more = f" and {len(lost) - 1} more are" if len(lost) > 1 else " is"
+        what, angle = "lr" if group["depth"] == 1 else "lr / depth", as_float(group["lr"]) / group["depth"]
+        warn(
+            f"{name}{more} {parameter.dtype}, and rounding to it loses most of a step of {what} = {angle:.2g}: "
+            "give rounding='stochastic', or train float32 parameters, with torch.autocast for speed"
+        )
+
+
+def _is_lost(part: Part) -> bool:
+    group = part.group
+    if group["rounding"] != "nearest" or group["scale"] is not None or group["depth"] == "auto":
+        return False
+    # a step changes a weight by about this angle of the weight, whatever the fan-in
+    return bool(0 < as_float(group["lr"]) / group["depth"] < MIN_ANGLE_IN_EPS * torch.finfo(part.parameter.dtype).eps)

@@ -36,7 +36,7 @@ def groups_of(
         members: dict[Noise | None, list[backends.Member]] = {}
         for index, parameter in enumerate(group["params"]):
             own, role = state.get(parameter), role_in(group, parameter)
-            if not own:
+            if not backends.has_entered(own):
                 continue
             if role.kind == "neuron":
                 match_radius(parameter, role, own, group["fix_norm"])

@@ -1,7 +1,6 @@
 """Nero as a :class:`torch.optim.Optimizer`: groups, state, steps and checkpoints."""
 
 import math
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
-from nero.groups import Part, check_params, matched, name_of, param_groups, parts_of, role_in
+from nero.foreign_options import explain_positional_options
+from nero.groups import Part, check_params, matched, name_of, param_groups, parts_of, role_in, warn_if_lost
 from nero.local_plan import LocalPlan, groups_of, is_traced
 from nero.option_changes import OptionChanges
 from nero.options import (
@@ -25,6 +25,7 @@ from nero.options import (
     Rounding,
     check_options,
     own_options,
+    warn_if_unpenalised,
 )
 from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
@@ -111,12 +112,13 @@ class Nero(UnseenState):
     _pretrained: bool | None
     _changes: OptionChanges
 
+    @explain_positional_options("nero.Nero")
     def __init__(
         self,
         params: Params,
         lr: float | Tensor | Literal["auto"] = 0.01,
-        beta: float = 0.999,
         *,
+        beta: float = 0.999,
         momentum: float = 0.0,
         nesterov: bool | None = None,
         longest_step: float | None = None,
@@ -174,12 +176,7 @@ class Nero(UnseenState):
         self._entering: list[dict[str, Any]] | None = []  # groups to balance when all are added; None: at once
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
-        if gain_penalty and not any(part.role.kind == "gain" and part.group["gain_penalty"] for part in self.parts()):
-            warnings.warn(
-                f"gain_penalty={gain_penalty} has no effect: none of the parameters is known to be a gain around one. "
-                "Give the model itself, nero.Nero(model), or groups with role='gain'",
-                stacklevel=2,
-            )
+        warn_if_unpenalised(gain_penalty, (part.role.kind for part in self.parts() if part.group["gain_penalty"]))
         if nesterov and not any(group["momentum"] for group in self.param_groups):
             raise ValueError("nesterov=True needs momentum: give momentum=0.9, or leave nesterov out")
         check_trainable(part[:2] for part in self._added())
@@ -292,7 +289,7 @@ class Nero(UnseenState):
         """Return the state and the options. All processes that share a sharded parameter must call this."""
         self._replace_swapped()
         packed: dict[str, Any] = super().state_dict()
-        parts = [part for part in self.parts() if is_sharded(part.parameter) and self._state.get(part.parameter)]
+        parts = [part for part in self.parts() if is_sharded(part.parameter) and self._has_entered(part.parameter)]
         counts = {id(part.parameter): count for part, count in zip(parts, self._skipped(parts), strict=True)}
         for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
             if id(parameter) in counts:
@@ -309,7 +306,7 @@ class Nero(UnseenState):
             ValueError: if the checkpoint is of another model or optimiser, or lacks options.
         """
         loaded: dict[Tensor, dict[str, Any]] = {}
-        entered = {parameter for parameter, state in self._state.items() if state}  # others are not balanced yet
+        entered = set(filter(self._has_entered, self._state))  # others are not balanced yet
 
         # torch casts state to the parameter's dtype, so ours is taken out before and put back after
         def take_out(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
@@ -348,7 +345,7 @@ class Nero(UnseenState):
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
         parts = [part for part in self.parts() if part.group["on_nonfinite"] == "raise"]
         trained = [part for part in parts if part.parameter.grad is not None and part.parameter.requires_grad]
-        check_trainable(part[:2] for part in trained if not self._state.get(part.parameter))
+        check_trainable(part[:2] for part in trained if not self._has_entered(part.parameter))
         check_gradients(part[:2] for part in trained)
 
     def _replace_swapped(self) -> None:
@@ -362,7 +359,7 @@ class Nero(UnseenState):
             del self._state[parameter]
             self._roles.pop(parameter, None)
         if gone:
-            self._enter([part for part in self.parts() if not self._state.get(part.parameter)])
+            self._enter([part for part in self.parts() if not self._has_entered(part.parameter)])
 
     def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter
@@ -420,6 +417,7 @@ class Nero(UnseenState):
         parts = [part for part in parts if part.parameter.requires_grad]
         grown, copies = find_grown(parts)
         warn_if_redundant(parts)
+        warn_if_lost(parts)
         if self._pretrained is None:
             warn_if_balanced((part for part in parts if part.parameter not in grown), is_known=is_pretrained)
         self._copies += copies
@@ -434,7 +432,7 @@ class Nero(UnseenState):
             Part(name_of(self.param_groups, group, index), parameter, self._role(group, parameter), group)
             for group in self.param_groups
             for index, parameter in enumerate(group["params"])
-            if parameter.grad is not None and parameter.requires_grad and not self._state.get(parameter)
+            if parameter.grad is not None and parameter.requires_grad and not self._has_entered(parameter)
         ]
         check_trainable(part[:2] for part in late)
         for part in late:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from nero import backends
-from nero.groups import check_roles, name_of
+from nero.groups import check_roles, freeze_axes, name_of
 from nero.options import OPTIONS, check_lr, check_option, check_options
 from nero.roles import Role
 from nero.scalars import IMMUTABLE, are_same
@@ -36,6 +36,7 @@ class OptionChanges:
         for group in groups:
             check_lr(group["lr"], wait=False)
             check_option("momentum", group["momentum"])
+            freeze_axes(group)
         # momentum adds or drops buffers, but its value may change at each step
         others = [*chain.from_iterable(map(_others, groups)), *(bool(group["momentum"]) for group in groups)]
         has_changed = False

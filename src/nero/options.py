@@ -1,7 +1,7 @@
 """The options of a parameter group: every name, default, check and error message, once."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nero.foreign_options import FOREIGN_OPTIONS
 from nero.scalars import as_float
+from nero.user_warnings import warn
 
 Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
 FixNorm: TypeAlias = bool | Literal["initial"]
@@ -142,3 +143,12 @@ def check_lr(lr: object, *, wait: bool = True) -> None:
         lr = lr.item()
     if not OPTIONS["lr"].accepts(lr):
         raise OPTIONS["lr"].error("lr", lr, ", or 'auto' for all groups" if isinstance(lr, str) else "")
+
+
+def warn_if_unpenalised(gain_penalty: float, kinds: Iterable[str]) -> None:
+    """Warn if there is a penalty on gains, and no gain among the kinds of parameters that it is for."""
+    if gain_penalty and "gain" not in kinds:
+        warn(
+            f"gain_penalty={gain_penalty} has no effect: none of the parameters is known to be a gain around one. "
+            "Give the model itself, nero.Nero(model), or groups with role='gain'"
+        )

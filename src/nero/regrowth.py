@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nero.backends import has_entered
 from nero.balance import initial_radius
 from nero.groups import Part
 from nero.options import FixNorm
@@ -80,7 +81,7 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
     ``torch.distributed.checkpoint`` reads only what the optimiser already holds. One that was made on a model without
     zero neurons has no radius.
     """
-    missing = [part for part in parts if part.parameter in loaded and "radius" not in loaded[part.parameter]]
+    missing = [part for part in parts if has_entered(own := loaded.get(part.parameter, {})) and "radius" not in own]
     grown = find_grown(parts)[0] if missing else {}
     for _, parameter, role, group in missing:
         if parameter in grown:

@@ -219,7 +219,7 @@ class MeshSharding(Sharding):
         if not self.is_cut or self.role.fan_in_groups == 1:
             return None
         start = _local_range(self._shape, self.mesh, self._placements)[1][0]
-        return torch.arange(start, start + self._rows) // self._group_rows
+        return torch.arange(start, start + self._rows, device="cpu") // self._group_rows
 
     @property
     def coordinate(self) -> tuple[tuple[int, int, int], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.backends import has_entered
 from nero.balance import balance_tensor_, initial_radius
 from nero.options import FixNorm
 from nero.parameters import can_read
@@ -109,6 +110,9 @@ class UnseenState(torch.optim.Optimizer):
         else:
             self._sight.is_seen = True
         self._state = state
+
+    def _has_entered(self, parameter: Tensor) -> bool:
+        return has_entered(self._state.get(parameter))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._sight = getattr(self, "_sight", None) or Sight()

@@ -247,6 +247,17 @@ def test_rest_of_a_buffer_that_no_longer_decays_moves_nothing(backend: str):
     assert all(map(torch.equal, parameters, before))
 
 
+def test_fp16_buffer_decays_to_the_documented_rest(backend: str):
+    """In units of the least subnormal number, nine tenths of four are rounded to four again."""
+    weight = nn.Parameter(torch.randn(2, 8).half())
+    optimiser = nero.Nero([weight], momentum=0.9, backend=backend)
+    weight.grad = torch.zeros_like(weight)
+    optimiser.state[weight]["momentum_buffer"].fill_(8 * 2**-24)
+    for _ in range(8):
+        optimiser.step()
+    assert torch.equal(optimiser.state[weight]["momentum_buffer"], torch.full_like(weight, 4 * 2**-24))
+
+
 def test_zero_rate_advances_the_buffer_alone(backend: str):
     layer, grad = nn.Linear(6, 4), torch.randn(4, 6)
     optimiser = nero.Nero(layer, lr=0.0, momentum=0.5, backend=backend)
@@ -376,6 +387,26 @@ def test_parameter_cast_later_casts_its_buffer():
         layer.weight.grad = torch.randn(4, 6, dtype=dtype)
         optimiser.step()
         assert optimiser.state[layer.weight]["momentum_buffer"].dtype == dtype
+
+
+@by_device
+def test_cast_parameter_without_gradient_keeps_its_state(backend: str, device: str):
+    """A step rounds the buffers of the parameters that it steps, and no others."""
+    layers = nn.ModuleList([nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)]).to(device)
+    optimiser = nero.Nero(layers, momentum=0.9, backend=backend)
+
+    def step(count: int) -> dict[str, Tensor]:
+        optimiser.zero_grad()
+        for layer in layers[:count]:
+            layer.weight.grad = torch.randn_like(layer.weight)
+        optimiser.step()
+        return {key: value.clone() for key, value in optimiser.state[layers[1].weight].items()}
+
+    before = step(2)
+    layers.half()
+    after = step(1)
+    assert all(value.dtype == before[key].dtype and torch.equal(value, before[key]) for key, value in after.items())
+    assert step(2)["momentum_buffer"].dtype == torch.float16
 
 
 def test_nesterov_given_without_momentum_raises():

@@ -1,8 +1,11 @@
-"""The numba backend: threads, pieces of work, torch's version counters, and its absence."""
+"""The numba backend: threads, pieces of work, memory, compilation, and its absence."""
 
+import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 from types import SimpleNamespace
 
 import numba
@@ -14,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nero
-from nero.backends import plan
-from nero.backends.numba import step
+from nero.backends import planner
+from nero.backends.numba import sweep
 
 
 def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -82,28 +85,6 @@ def test_extreme_columns_do_not_disturb_others():
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_numba_step_bumps_the_version_counter():
-    layers = nn.Sequential(nn.Linear(3, 4), nn.ConvTranspose2d(4, 4, 3, groups=2))
-    optimiser = nero.Nero(layers, backend="numba")
-    out = layers[0](torch.randn(2, 3, requires_grad=True)).square().sum()
-    for parameter in layers.parameters():
-        parameter.grad = torch.ones_like(parameter) + torch.rand_like(parameter)
-    versions = [parameter._version for parameter in layers.parameters()]
-    optimiser.step()
-    assert all(p._version > before for p, before in zip(layers.parameters(), versions, strict=True))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.backward()
-
-
-def test_numba_with_negated_view_as_gradient():
-    weights = [nn.Parameter(torch.arange(12.0).view(3, 4)) for _ in range(2)]
-    optimiser = nero.Nero(weights, backend="numba")
-    grad = torch.randn(3, 4)
-    weights[0].grad, weights[1].grad = grad, torch._neg_view(-grad)
-    optimiser.step()
-    assert torch.equal(*weights)
-
-
 class LargestNew(TorchDispatchMode):
     """Finds the size of the largest tensor that torch makes, in bytes."""
 
@@ -147,7 +128,7 @@ def test_numba_step_makes_nothing_large(axes: tuple[int, ...], momentum: float):
 
 def test_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     loops = SimpleNamespace(do_pieces=numba.njit(lambda *_: None), count=lambda *_: None)  # compiles soon
-    monkeypatch.setattr(step, "loops", loops)
+    monkeypatch.setattr(sweep, "loops", loops)
     weight = nn.Parameter(torch.randn(3, 4))
     weight.grad = torch.randn(3, 4)
     optimiser = nero.Nero([weight], backend="numba")
@@ -156,6 +137,26 @@ def test_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert [record.message for record in caplog.records] == [
         "numba compiles Nero's loops for tensors of a new kind: ten seconds or so, then cached"
     ]
+
+
+def test_cached_loops_follow_the_sources_of_their_parts(tmp_path: Path):
+    """``sum_rows`` is in one file, its part ``_sum`` in another."""
+    package = tmp_path / "nero"
+    shutil.copytree(Path(nero.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    code = (
+        "import numpy as np\nfrom nero.backends.numba.rows import sum_rows\n"
+        "rows, sums = np.ones((1, 8), np.float32), np.empty((5, 1))\nsum_rows(rows, rows, sums)\n"
+        "print(sums[0, 0], sum(sum_rows.stats.cache_hits.values()))"
+    )
+    found = []
+    for weight in ("weights[i]", "weights[i]", "3 * weights[i]"):
+        loops = package / "backends/numba/loops.py"
+        source = loops.read_text()
+        assert "        w += weights[i]\n" in source
+        loops.write_text(source.replace("        w += weights[i]\n", f"        w += {weight}\n"))
+        command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(tmp_path)}
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    assert found == ["8.0 0\n", "8.0 1\n", "24.0 0\n"]
 
 
 def test_numba_missing_raises_with_the_remedy():
@@ -173,11 +174,10 @@ def test_numba_missing_raises_with_the_remedy():
 
 @pytest.mark.parametrize(("least", "is_used"), [(100, True), (10_000, False)])
 def test_auto_uses_numba_from_a_minimum_size(monkeypatch: pytest.MonkeyPatch, least: int, is_used: bool):
-    calls = []
-    monkeypatch.setattr(plan, "MIN_NUMBA_ELEMENTS", least)
-    monkeypatch.setitem(plan.BACKENDS, "numba", lambda jobs, _: calls.append(len(jobs)))
+    monkeypatch.setattr(planner, "MIN_NUMBA_ELEMENTS", least)
     layer = nn.Linear(20, 20)
     optimiser = nero.Nero(layer.parameters())
     layer(torch.ones(1, 20)).sum().backward()
     optimiser.step()
-    assert calls == ([2] if is_used else [])
+    sweeps = optimiser._plan._plan._planner._sweeps
+    assert [type(each) for each in sweeps] == ([sweep.NumbaSweep] if is_used else [])

@@ -106,6 +106,28 @@ def test_projection_with_radii_agrees_with_the_rule(project_, device: str):
 
 
 @by_path
+def test_projection_to_huge_radii_stays_finite(project_, device: str):
+    """From subnormal numbers, and from huge ones that are nearly constant: a factor for both would overflow."""
+    tiny = torch.tensor([[1.0, -1, 2, -2]]) * 1e-44
+    nearly_constant = torch.tensor([[1.0, 1, 1 - 2**-12, 1 + 2**-12]]) * 1e35
+    weight = torch.cat([tiny, nearly_constant, torch.tensor([[3.0, 1, -2, 5]])]).to(device)
+    radius = torch.tensor([[1e33], [1e37], [1e30]], device=device)
+    wanted = rule.project(weight, (1,), radius=radius).tensor
+    assert wanted.isfinite().all()
+    assert project_(weight, (1,), radius)
+    torch.testing.assert_close(weight / radius, wanted / radius, rtol=0, atol=1e-3)  # 4,096 times the rounding error
+
+
+@by_path
+def test_projection_under_another_default_device(project_, device: str):
+    weight = torch.randn(4, 9, device=device)
+    wanted = rule.project(weight, (1,)).tensor
+    with torch.device("meta"):
+        assert project_(weight, (1,))
+    torch.testing.assert_close(weight, wanted)
+
+
+@by_path
 def test_projection_keeps_gaps_between_neurons(project_, device: str):
     held = torch.randn(6, 10, device=device)
     before = held.clone()
@@ -337,6 +359,7 @@ def test_balanced_step_replays_in_a_graph(has_tables: bool):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_balance_after_step_does_not_synchronise():
     model = network("cuda")
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -344,8 +367,8 @@ def test_balance_after_step_does_not_synchronise():
     for each in model.parameters():
         each.grad = torch.randn_like(each)
     optimiser.step()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         model[0].weight.grad = None
         optimiser.step()
     finally:

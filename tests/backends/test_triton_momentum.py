@@ -4,7 +4,8 @@
 import pytest
 import torch
 from cases import Case
-from test_triton import DEVICE, LONG, by_hand, check, columns, network, rest_of, rows, sweeps_of
+from test_sweeps import rest_of, sweeps_of
+from test_triton import DEVICE, LONG, by_hand, check, columns, network, rows
 from torch import Tensor, nn
 
 import nero

@@ -335,6 +335,27 @@ def test_checkpoint_with_keys_of_other_tools_loads():
     optimiser.step()
 
 
+@pytest.mark.parametrize("frozen", [(0,), (0, 1)], ids=["one layer", "all"])
+@pytest.mark.filterwarnings("ignore:nothing to train", "ignore:.* unfrozen")
+def test_own_entries_of_frozen_parameters_load_and_unfreeze(frozen: tuple[int, ...]):
+    """Nero has no state of frozen parameters, but users may add to it, here a mask."""
+    models = MODEL(), MODEL()
+    for layer in frozen:
+        models[0][layer].requires_grad_(False), models[1][layer].requires_grad_(False)
+    first, second = (nero.Nero(model) for model in models)
+    first.state[models[0][0].weight]["mask"] = torch.ones(3, 4)
+    first.state["epochs"] = 3
+    second.load_state_dict(first.state_dict())
+    models[1].requires_grad_()
+    for parameter in models[1].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    second.step()
+    state = second.state[models[1][0].weight]
+    assert state["step"] == 1
+    assert torch.equal(state["mask"], torch.ones(3, 4))
+    assert second.state["epochs"] == 3
+
+
 def test_load_of_adam_state_in_equal_groups_raises():
     """The groups have equal sizes, so that only their options and state differ; before a step, their options alone."""
     optimiser, saved = nero.Nero(MODEL().parameters()), _checkpoint(MODEL(), torch.optim.Adam)

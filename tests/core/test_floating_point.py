@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import nero
+from nero.groups import MIN_ANGLE_IN_EPS
 from nero.rounding import HALVES, rounded
 
 
@@ -329,11 +331,53 @@ def test_small_steps_with_rounding_to_nearest_are_lost(backend: str):
     if backend == "triton" and not INTERPRETED:
         return
     gain = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
-    optimiser = nero.Nero([gain], lr=1e-4, backend=backend)
+    with pytest.warns(UserWarning, match="loses most of a step"):
+        optimiser = nero.Nero([gain], lr=1e-4, backend=backend)
     for _ in range(4):
         gain.grad = torch.ones_like(gain)
         optimiser.step()
     assert torch.equal(gain, torch.ones_like(gain))
+
+
+@pytest.mark.parametrize(("dtype", "lr"), [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)], ids=str)
+def test_steps_that_rounding_loses_warn_once(dtype: torch.dtype, lr: float):
+    message = rf"0\.weight and 3 more are {dtype}.* lr( / depth)? = {lr:.2g}: give rounding='stochastic'"
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+    for rate, depth in ((lr, 1.0), (torch.tensor(2 * lr), 2.0)):
+        with pytest.warns(UserWarning, match=message) as caught:
+            optimiser = nero.Nero(model, lr=rate, depth=depth)
+        assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(UserWarning, match="group2.*loses most of a step"):
+        optimiser.add_param_group({"params": [nn.Parameter(torch.ones(4, 3, dtype=dtype))], "lr": lr})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"lr": 1e-4, "rounding": "stochastic"}),
+        (torch.bfloat16, {"lr": "auto"}),
+        (torch.bfloat16, {"lr": 0.0}),
+        (torch.float16, {"lr": 1e-3}),
+        (torch.float32, {"lr": 1e-6}),
+    ],
+    ids=str,
+)
+def test_steps_that_rounding_keeps_are_quiet(dtype: torch.dtype, options: dict[str, Any]):
+    assert nero.Nero(nn.Linear(3, 4).to(dtype), **options)  # warnings are errors here
+
+
+@by_dtype
+@pytest.mark.parametrize("fan_in", [16, 1024])
+def test_least_angle_leaves_three_of_four_weights(dtype: torch.dtype, fan_in: int):
+    """The threshold of the warning does not depend on the fan-in."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(2**17 // fan_in, fan_in).to(dtype))
+    optimiser = nero.Nero([weight], lr=MIN_ANGLE_IN_EPS * torch.finfo(dtype).eps)
+    before = weight.detach().clone()
+    weight.grad = torch.randn_like(weight)
+    optimiser.step()
+    assert (weight == before).float().mean().item() == pytest.approx(0.75, abs=0.03)
 
 
 def test_unknown_rounding_raises():

@@ -223,13 +223,13 @@ def test_sparse_nonfinite_gradient_is_skipped():
     assert not torch.equal(table.weight[5], before[5])
 
 
-def test_step_under_autocast_and_default_device():
+def test_step_under_autocast_and_default_device(backend: str):
     """Neither may change the arithmetic of the step."""
     results = []
     for odd in (False, True):
         torch.manual_seed(0)
         weight = nn.Parameter(torch.randn(64, 40))
-        optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}])
+        optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}], backend=backend)
         for _ in range(3):
             weight.grad = torch.randn(64, 40)
             if odd:
@@ -239,6 +239,20 @@ def test_step_under_autocast_and_default_device():
                 optimiser.step()
         results.append(weight.detach())
     assert torch.equal(*results)
+
+
+def test_state_cast_in_inference_mode_can_be_stepped_outside(backend: str):
+    if backend == "triton":
+        pytest.skip("the kernels take no float64")
+    layer = nn.Linear(4, 3)
+    optimiser = nero.Nero(layer, momentum=0.9, backend=backend)
+    for mode in (False, True, False):
+        with torch.inference_mode(mode):
+            for parameter in layer.parameters():
+                parameter.grad = torch.ones_like(parameter).cumsum(0)
+            optimiser.step()
+        layer.double()
+    assert {state["step"].item() for state in optimiser.state.values()} == {3.0}
 
 
 @pytest.fixture

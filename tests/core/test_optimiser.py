@@ -351,6 +351,20 @@ def test_fan_in_groups_changed_in_a_group_raises():
         optimiser.step()
 
 
+@pytest.mark.parametrize("is_set_later", [False, True])
+def test_list_of_axes_changed_in_place_changes_nothing(is_set_later: bool):
+    layer, axes = nn.Linear(3, 3, bias=False), [0]
+    optimiser = nero.Nero([{"params": layer.parameters(), "fan_in_axes": (0,) if is_set_later else axes}])
+    if is_set_later:
+        optimiser.param_groups[0]["fan_in_axes"] = axes
+        optimiser.step()
+    axes[0] = 1
+    layer.weight.grad = torch.randn(3, 3)
+    copy.deepcopy(optimiser).step()  # a copy reads the roles from the groups again
+    assert [part.role.axes for part in copy.deepcopy(optimiser).parts()] == [(0,)]
+    assert optimiser.param_groups[0]["fan_in_axes"] == (0,)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
 def test_model_cast_after_build_still_trains(backend: str, dtypes: tuple[torch.dtype, ...]):
     if backend == "triton":  # for float32 state and parameters it is there; what else there is goes to others

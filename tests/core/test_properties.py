@@ -285,6 +285,7 @@ def layer_of(kind: str, dtype: torch.dtype, values: list[float]) -> nn.Module:
     grads=st.lists(st.lists(ORDINARY_FLOAT, min_size=12, max_size=12), max_size=3),
     lr=st.sampled_from([1e-3, 0.01, 0.1]),
 )
+@pytest.mark.filterwarnings("ignore:.*loses most of a step")  # not of balancing
 def test_balancing_after_steps_changes_no_bit(
     backend: str, kind: str, dtype: torch.dtype, values: list[float], grads: list[list[float]], lr: float
 ):

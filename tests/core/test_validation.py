@@ -303,6 +303,16 @@ def test_foreign_or_unknown_option_raises_with_hint(options: dict, message: str,
         call_with(where, options)
 
 
+def test_option_without_a_name_raises_and_tells_the_names():
+    """The third argument of SGD is momentum, the third of AdamW betas."""
+    for value in (0.9, (0.9, 0.999)):
+        with pytest.raises(TypeError, match=r"nero\.Nero got .*0\.9.* without a name: write beta=\.\.\., momentum="):
+            nero.Nero(nn.Linear(3, 2), 0.01, value)
+    with pytest.raises(TypeError) as error:
+        nero.Nero(nn.Linear(3, 2), 0.01, list(range(10_000)))
+    assert len(str(error.value)) < 200
+
+
 def test_unknown_option_lists_what_each_place_accepts():
     listed = {}
     for where in ("constructor", "group"):

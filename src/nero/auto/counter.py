@@ -268,7 +268,7 @@ def _agreed(model: nn.Module, parameters: Sequence[Tensor], found: float | str) 
     """
     if not _is_one_of_several():
         return found
-    mine = torch.tensor(math.inf if isinstance(found, str) else found, dtype=torch.float64)
+    mine = torch.tensor(math.inf if isinstance(found, str) else found, dtype=torch.float64, device="cpu")
     if any(map(is_sharded, parameters)):
         return _answer(found, agreed(mine, parameters))
     wrapper = nn.parallel.DistributedDataParallel

@@ -6,13 +6,24 @@ This is the only door: a :class:`Plan` steps groups of parameters, a :func:`proj
 from typing import TYPE_CHECKING
 
 from nero.backends.available import backends_for, check_backend
-from nero.backends.job import Cut, Group, Member, Neurons
+from nero.backends.job import Cut, Group, Member, Neurons, has_entered
 from nero.backends.plan import Plan, step_eagerly
 
 if TYPE_CHECKING:
     from nero.backends.projection import Projector
 
-__all__ = ["Cut", "Group", "Member", "Neurons", "Plan", "backends_for", "check_backend", "projector", "step_eagerly"]
+__all__ = [
+    "Cut",
+    "Group",
+    "Member",
+    "Neurons",
+    "Plan",
+    "backends_for",
+    "check_backend",
+    "has_entered",
+    "projector",
+    "step_eagerly",
+]
 
 
 def projector(*, fix_mean: bool, fix_norm: bool) -> "Projector":

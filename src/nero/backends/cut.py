@@ -58,7 +58,7 @@ def local_sums(work: Work) -> Tensor:
     job, _, cut, loops = work
     w, g = job.parameter, job.grad
     if (arrays := _arrays(work)) is not None:
-        five = torch.empty(5, *job.state["grad_norm"].shape, dtype=torch.float64)
+        five = torch.empty(5, *job.state["grad_norm"].shape, dtype=torch.float64, device=w.device)
         loops.sum_rows(*arrays, five.view(5, -1).numpy())
         return five if _is_precise(five, job) else _sums(w.double(), g.double(), job.axes)
     axes = job.axes if cut.owners is None else tuple(axis - 1 for axis in job.axes if axis > 1)

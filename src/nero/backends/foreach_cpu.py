@@ -45,20 +45,21 @@ class _Matrix(NamedTuple):
     average: Tensor
     radius: Tensor | None
     off: Tensor | None
-    job: Job | None
+    own: "tuple[Job, _View] | None" = None  # None: it has parts
     parts: tuple["_Matrix", ...] = ()
 
     def leave_to_rule(self, axis: int, step: float, settings: Settings) -> None:
         """Step by the rule; of concatenated matrices, only those that need it."""
-        if self.job is None:
+        if self.own is None:
             _turn_matrices(self.parts, axis, step, settings)
             return
-        if self.job.buffer is not None:
-            eager.finish(self.job, settings)
+        job, view = self.own
+        if job.buffer is not None:
+            eager.finish(job, settings)
         else:
-            own = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
-            eager.finish(Job(self.weight, self.grad, {**self.job.state, **own}, (axis,), self.job.pull), settings)
-        _views[self.job.state["grad_norm"]].version = None
+            state = {"grad_norm": self.average} | ({} if self.radius is None else {"radius": self.radius})
+            eager.finish(Job(self.weight, self.grad, {**job.state, **state}, (axis,), job.pull), settings)
+        view.version = None
 
 
 def turn(jobs: Sequence[Job], settings: Settings) -> None:
@@ -71,15 +72,14 @@ def _turn(jobs: Sequence[Job], settings: Settings) -> None:
     quick = bool(settings.fix_norm) and float(settings.angle) != 0
     by_kind: dict[tuple[float, int, torch.dtype], list[_Matrix]] = {}
     for job in jobs:
-        matrix = _matrix(job, settings) if quick else None
-        if matrix is None:
+        found = _matrix(job, settings) if quick else None
+        if found is None:
             eager.finish(job, settings)
         else:
-            step, axis = float(job.state["step"]), _views[job.state["grad_norm"]].axis
+            step, (matrix, axis) = float(job.state["step"]), found
             if job.buffer is not None and matrix.weight.numel() > MAX_SMALL_ELEMENTS:
-                _turn_matrices(
-                    [matrix], axis, step, settings
-                )  # at once, to free the direction, as large as the weights
+                # at once, to free the direction, as large as the weights
+                _turn_matrices([matrix], axis, step, settings)
             else:
                 by_kind.setdefault((step, axis, matrix.average.dtype), []).append(matrix)
     for (step, axis, _), matrices in by_kind.items():
@@ -138,19 +138,24 @@ def _concatenated(matrices: Sequence[_Matrix], across: int) -> Iterator[_Matrix]
 
 
 def _together(matrices: Sequence[_Matrix], across: int) -> _Matrix:
-    radii = [torch.ones_like(matrix.average) if matrix.radius is None else matrix.radius for matrix in matrices]
-    off = [
-        torch.zeros_like(matrix.average, dtype=torch.bool) if matrix.off is None else matrix.off for matrix in matrices
-    ]
+    off = None
+    if any(matrix.off is not None for matrix in matrices):
+        off = [torch.zeros_like(each.average, dtype=torch.bool) if each.off is None else each.off for each in matrices]
     return _Matrix(
         torch.cat([matrix.weight for matrix in matrices], across),
         torch.cat([matrix.grad for matrix in matrices], across),
         torch.cat([matrix.average for matrix in matrices], across),
-        None if all(matrix.radius is None for matrix in matrices) else torch.cat(radii, across),
-        None if all(matrix.off is None for matrix in matrices) else torch.cat(off, across),
-        None,
-        tuple(matrices),
+        _radii(matrices, across),
+        None if off is None else torch.cat(off, across),
+        parts=tuple(matrices),
     )
+
+
+def _radii(matrices: Sequence[_Matrix], across: int) -> Tensor | None:
+    """Join the radii of all neurons; ``None`` if all are one."""
+    if all(matrix.radius is None for matrix in matrices):
+        return None
+    return _join([torch.ones_like(each.average) if each.radius is None else each.radius for each in matrices], across)
 
 
 @dataclass(slots=True)
@@ -170,8 +175,8 @@ class _View:
 _views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _matrix(job: Job, settings: Settings) -> _Matrix | None:
-    """View a job as a matrix; ``None`` if it needs the rule."""
+def _matrix(job: Job, settings: Settings) -> tuple[_Matrix, int] | None:
+    """View a job as a matrix, with its fan-in axis; ``None`` if it needs the rule."""
     average = job.state["grad_norm"]
     known: _View | None = _views.get(average)  # type: ignore[no-untyped-call]
     if known is None or known.at != _place(job.parameter):
@@ -196,15 +201,16 @@ def _matrix(job: Job, settings: Settings) -> _Matrix | None:
         return None
     grad = job.grad if job.buffer is None else torch.lerp(job.buffer, job.grad, 1 - settings.kept_by_step)
     if known.order is None:
-        return _Matrix(known.weight, grad, average, radius, known.off, job)
-    return _Matrix(
+        return _Matrix(known.weight, grad, average, radius, known.off, (job, known)), known.axis
+    matrix = _Matrix(
         known.weight,
         grad.permute(known.order).reshape(known.weight.shape),
         average.view(-1, 1),
         None if radius is None else radius.view(-1, 1),
         None if known.off is None else known.off.view(-1, 1),
-        job,
+        (job, known),
     )
+    return matrix, known.axis
 
 
 def _view(job: Job) -> _View | None:
@@ -278,11 +284,11 @@ def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings
     counts = [matrix.average.shape[across] for matrix in single]
     torch._foreach_copy_([matrix.average for matrix in single], list(_split(turns.average, counts, across)))
     for matrix in single:
-        job = matrix.job
-        assert job is not None
+        assert matrix.own is not None
+        job, view = matrix.own
         if job.buffer is not None:  # all gradients are finite
             job.buffer.lerp_(job.grad, 1 - settings.momentum)
-        _views[job.state["grad_norm"]].version = job.parameter._version
+        view.version = job.parameter._version
 
 
 def _measure(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings, scratch: Tensor) -> _Turns:
@@ -291,10 +297,8 @@ def _measure(matrices: Sequence[_Matrix], axis: int, step: float, settings: Sett
     length = _join([norm_along(matrix.grad, axis, scratch) for matrix in matrices], across)
     before = _join([matrix.average for matrix in matrices], across)
     average = torch.hypot(before * math.sqrt(settings.beta), length * math.sqrt(1 - settings.beta))
-    radius: Tensor | float = 1.0
-    if any(matrix.radius is not None for matrix in matrices):
-        radii = [torch.ones_like(matrix.average) if matrix.radius is None else matrix.radius for matrix in matrices]
-        radius = _join(radii, across).abs()
+    radii = _radii(matrices, across)
+    radius: Tensor | float = 1.0 if radii is None else radii.abs()
     scale = radius if settings.scale is None else settings.scale
     correction = rule.bias_correction(step, settings.beta, length.dtype)
     factor = -float(settings.angle) * correction * scale / _bounded(average, length, correction, settings)

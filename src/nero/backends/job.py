@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -148,6 +148,12 @@ class Rates(NamedTuple):
     momentum: float
     kept_by_step: float
 
+    @property
+    def angle(self) -> Number:
+        """The learning rate over the depth, negative to ascend."""
+        lr = self.lr.reshape(()) if isinstance(self.lr, Tensor) else float(self.lr)
+        return lr if self.divisor == 1 else lr / self.divisor
+
 
 def rates_of(options: Mapping[str, Any]) -> Rates:
     """Read the rates of a group from its options."""
@@ -162,18 +168,17 @@ def rates_of(options: Mapping[str, Any]) -> Rates:
 
 def settings_of(options: Mapping[str, Any], generator: torch.Generator | None = None) -> Settings:
     """Read the settings of a group from its options."""
-    lr, divisor, momentum, kept_by_step = rates_of(options)
-    lr = lr.reshape(()) if isinstance(lr, Tensor) else float(lr)
+    rates = rates_of(options)
     return Settings(
-        angle=lr if divisor == 1 else lr / divisor,
+        angle=rates.angle,
         beta=options["beta"],
         fix_mean=options["fix_mean"],
         fix_norm=options["fix_norm"],
         scale=options["scale"],
         rounding=options["rounding"],
         longest=as_float(options["longest_step"]),
-        momentum=momentum,
-        kept_by_step=kept_by_step,
+        momentum=rates.momentum,
+        kept_by_step=rates.kept_by_step,
         generator=generator,
     )
 
@@ -193,7 +198,8 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     role, state = member.role, member.state
     dtype = statistics_dtype(member.parameter.dtype)
     if state["grad_norm"].dtype != dtype:  # the parameter was cast since its last step
-        state.update({key: state[key].to(dtype) for key in ("grad_norm", "scale", "radius") if key in state})
+        with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside it
+            state.update({key: state[key].to(dtype) for key in ("grad_norm", "scale", "radius") if key in state})
     if role.fan_in_groups > 1 and member.cut is None:
         grad = role.view(grad.to_dense() if grad.is_sparse else grad)
     pull = -options["gain_penalty"] if options["maximize"] else options["gain_penalty"]
@@ -202,13 +208,19 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     if options["momentum"]:
         buffer = state.get("momentum_buffer")
         # users delete it to start anew; compiled code would read beyond that of a parameter that has grown
-        if buffer is None or buffer.shape != member.parameter.shape:
-            buffer = state["momentum_buffer"] = torch.zeros_like(member.parameter)
-        elif buffer.dtype != parameter.dtype:
-            buffer = state["momentum_buffer"] = cast(buffer, parameter.dtype)
+        if buffer is None or buffer.shape != member.parameter.shape or buffer.dtype != parameter.dtype:
+            buffer = state["momentum_buffer"] = _new_buffer(buffer, member.parameter)
         buffer = role.view(buffer) if member.cut is None else buffer
         grad = grad.to_dense() if grad.is_sparse else grad  # momentum moves all rows
     return Job(parameter, grad, state, role.axes, pull if role.kind == "gain" else 0.0, buffer)
+
+
+@torch.inference_mode(False)  # a tensor made in inference mode is read-only outside it
+def _new_buffer(buffer: Tensor | None, parameter: Tensor) -> Tensor:
+    """Cast a momentum buffer, or start it at zero."""
+    if buffer is None or buffer.shape != parameter.shape:
+        return torch.zeros_like(parameter)
+    return cast(buffer, parameter.dtype)
 
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:
@@ -245,12 +257,21 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
     )
 
 
+def has_entered(state: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether an entry of an optimiser's state is Nero's. Users may add to those of frozen parameters."""
+    return isinstance(state, Mapping) and "grad_norm" in state
+
+
 def has_expected_state(job: Job) -> bool:
-    """Return whether the state has the device, dtypes and memory format that compiled code assumes."""
+    """Return whether the state has the device, dtypes, sizes and memory format that compiled code assumes."""
     here, wide = job.parameter.device, statistics_dtype(job.parameter.dtype)
+    size = job.state["grad_norm"].numel()
     for key, value in job.state.items():
         if key in STATE_DTYPES and not (
-            value.dtype is (STATE_DTYPES[key] or wide) and value.device == here and value.is_contiguous()
+            value.dtype is (STATE_DTYPES[key] or wide)
+            and value.device == here
+            and value.is_contiguous()
+            and value.numel() == (size if key in ("grad_norm", "radius") else 1)
         ):
             return False
     return True

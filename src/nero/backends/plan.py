@@ -1,6 +1,6 @@
 """The choice of a backend for every parameter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -9,49 +9,18 @@ import torch
 from torch import Tensor
 
 from nero.backends import eager, foreach
-from nero.backends.available import numba_works
-from nero.backends.job import Group, Job, Settings, job_of, jobs_of, settings_of
+from nero.backends.job import Group, has_entered, job_of, jobs_of, settings_of
+from nero.backends.planner import Planner, uses_numba
 from nero.scalars import are_same
 
 if TYPE_CHECKING:
     from nero.backends.cut import Work
-    from nero.backends.triton.planner import Planner
-
-#: From this many elements on, numba's loops are worth the time to compile or load them.
-MIN_NUMBA_ELEMENTS = 1 << 20
 
 #: Seeds of the noise of consecutive steps are this far apart.
 SEED_STRIDE = 0x9E3779B97F4A7C15
 MAX_SEED = 1 << 63
 
 _PARAMS = itemgetter("params")
-
-
-def _step_numba(jobs: Sequence[Job], settings: Settings) -> None:
-    from nero.backends.numba import step  # imports numba, which takes seconds
-
-    step.step(jobs, settings)
-
-
-def _step_auto(jobs: Sequence[Job], settings: Settings) -> None:
-    is_numba = _uses_numba("auto", [job.parameter for job in jobs])
-    BACKENDS["numba" if is_numba else "foreach"](jobs, settings)
-
-
-def _uses_numba(backend: str, parameters: Sequence[Tensor]) -> bool:
-    if backend != "auto":
-        return backend == "numba"
-    return sum(each.numel() for each in parameters if each.is_cpu) >= MIN_NUMBA_ELEMENTS and numba_works()
-
-
-#: The backends that take jobs one group at a time. Triton steps all groups at once: see Plan.
-BACKENDS: dict[str, Callable[[Sequence[Job], Settings], None]] = {
-    "auto": _step_auto,
-    "eager": eager.step,
-    "foreach": foreach.step,
-    "numba": _step_numba,
-    "triton": foreach.step,  # the fallback for what the kernels cannot step, such as neurons of three strides
-}
 
 
 def step_eagerly(groups: Sequence[Group]) -> None:
@@ -81,12 +50,12 @@ class Plan:
         self._parameters: list[Tensor] = list(chain.from_iterable(map(_PARAMS, param_groups)))
         self._states = list(state.values())
         self._entered = [member.state for group in groups for member in group.members]
-        self._idle = [parameter for parameter in self._parameters if not state.get(parameter)]
+        self._idle = [parameter for parameter in self._parameters if not has_entered(state.get(parameter))]
         self._param_groups = list(param_groups)
         self._groups = [_part(group, is_cut=False) for group in groups]
         self._cut_groups = [part for group in groups if (part := _part(group, is_cut=True)).members]
         self._is_retired = False
-        self._triton: Planner | None = _planner(self._groups, None if before is None else before._triton)
+        self._planner: Planner = Planner(self._groups, None if before is None else before._planner)
         generators = {id(group.generator): group.generator for group in groups if group.generator is not None}
         self._noise = [(generator, generator.initial_seed()) for generator in generators.values()]
         # read once: the noise of a step depends on its number alone, so a resumed run draws the same
@@ -112,8 +81,8 @@ class Plan:
         return (
             len(state) == len(self._states)
             and all(map(is_, state.values(), self._states))
-            and all(self._entered)  # empty if someone cleared it
-            and (self._triton is None or self._triton.has_state())
+            and all(map(has_entered, self._entered))  # not if someone cleared it
+            and self._planner.has_state()
         )
 
     def retire(self) -> None:
@@ -122,39 +91,23 @@ class Plan:
 
     def step(self) -> None:
         """Step every parameter that has a gradient."""
-        if self._triton is None:  # parameters may have moved to a GPU
-            self._triton = _planner(self._groups)
-        sweeps = [] if self._triton is None else self._triton.ready()
+        sweeps = self._planner.ready()
         # build every job first, so that an error leaves all parameters unchanged
-        groups = self._groups if self._triton is None else self._triton.rest
-        jobs = [jobs_of(group) for group in groups]
+        jobs = [jobs_of(group) for group in self._planner.rest]
         works = [work for group in self._cut_groups for work in _works(group)]
         is_captured = bool(self._noise) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         for generator, seed in () if is_captured else self._noise:
             generator.manual_seed((seed + self._steps * SEED_STRIDE) % MAX_SEED)
         self._steps += 1
-        if self._triton is not None:
-            self._triton.launch(sweeps)
-        for group, own in zip(groups, jobs, strict=True):
+        self._planner.launch(sweeps)
+        for group, own in zip(self._planner.rest, jobs, strict=True):
             if own:
                 settings = settings_of(group.options, None if is_captured else group.generator)
-                BACKENDS[group.options["backend"]](own, settings)
+                (eager if group.options["backend"] == "eager" else foreach).step(own, settings)
         if works:
             from nero.backends import cut
 
             cut.step(works)
-
-
-def _planner(groups: Sequence[Group], before: "Planner | None" = None) -> "Planner | None":
-    """Deal parameters out to Triton sweeps; ``None`` if no parameter is one for Triton."""
-    chosen = [group for group in groups if group.options["backend"] in ("auto", "triton")]
-    if before is None and not any(
-        group.options["backend"] == "triton" or member.parameter.is_cuda for group in chosen for member in group.members
-    ):
-        return None
-    from nero.backends.triton.planner import Planner  # takes milliseconds, which a CPU need not wait for
-
-    return Planner(groups, before)
 
 
 def _part(group: Group, *, is_cut: bool) -> Group:
@@ -167,7 +120,7 @@ def _works(group: Group) -> "list[Work]":
 
     settings = settings_of(group.options, group.generator)
     loops: Any = None
-    if _uses_numba(group.options["backend"], [member.parameter for member in group.members]):
+    if uses_numba(group):
         from nero.backends.numba import rows
 
         loops = rows

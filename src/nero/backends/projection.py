@@ -62,7 +62,7 @@ class Projector:
         rows = torch.cat([view.reshape(-1, batch[0].fan_in) for view in by_neuron])
         radius = batch[0].radius
         if isinstance(radius, Tensor):
-            radius = torch.cat([torch.as_tensor(each.radius).reshape(-1, 1) for each in batch])
+            radius = torch.cat([torch.as_tensor(each.radius, device=rows.device).reshape(-1, 1) for each in batch])
         self._project(Neurons(rows, (1,), radius))
         parts = rows.split_with_sizes([view.numel() // batch[0].fan_in for view in by_neuron])
         torch._foreach_copy_(by_neuron, [part.view(view.shape) for part, view in zip(parts, by_neuron, strict=True)])

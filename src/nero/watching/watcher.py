@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.backends import has_entered
 from nero.extras import how_to_install
 from nero.optimiser import Nero
 from nero.rule import statistics_dtype
@@ -123,7 +124,7 @@ class Watch:
     @torch.no_grad()
     def _measure(self) -> list[BatchResult]:
         """Measure all layers, and update the snapshots."""
-        parts = [part for part in self.optimiser.parts() if self.optimiser.state.get(part.parameter)]
+        parts = [part for part in self.optimiser.parts() if has_entered(self.optimiser.state.get(part.parameter))]
         found = [take_sample(part.name, part, self.optimiser.state[part.parameter], self.neurons) for part in parts]
         samples = [sample for sample in found if sample is not None]
         places = {part.name: place for place, part in enumerate(parts)}

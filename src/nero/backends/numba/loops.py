@@ -75,7 +75,7 @@ def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns):
     sums, block = np.empty(5 * SUMS_PITCH), np.empty(5 * SUMS_PITCH, like.dtype)
     odd, scratch = np.empty(MAX_COLUMNS + 1, np.int64), np.empty(MAX_COLUMNS, like.dtype)
     while True:
-        piece = fetch(counter)
+        piece = fetch(counter.ctypes.data)
         if piece >= ends[-1]:
             return
         while piece >= ends[number]:

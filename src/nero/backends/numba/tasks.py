@@ -1,5 +1,7 @@
 """The input of the compiled loops: settings, tasks, and memory at the addresses of tasks."""
 
+import hashlib
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numba
@@ -44,14 +46,32 @@ TASK = np.dtype(
     ]
 )
 
-# numba's cache follows the file of a function, not those of its parts: after a change there, touch that file
-compiled = numba.njit(nogil=True, cache=True, error_model="numpy")
 # parts of a compiled function, which Python does not call: these compile sooner
 part = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 # sums in any order are vectorised; NaN and infinity keep their meaning
 vector_part = numba.njit(
     error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath={"reassoc", "contract", "nsz"}
 )
+
+
+def digest_of_sources() -> str:
+    """Return a digest of the files whose functions and constants the compiled functions contain."""
+    sources = [source for source in files(__package__).iterdir() if source.name.endswith(".py")]
+    contents = sorted(source.read_bytes() for source in (*sources, files("nero") / "rule.py"))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
+DIGEST = digest_of_sources()
+
+
+def compiled(function):
+    """Compile a function that Python calls; keep it on disk until a source changes.
+
+    numba's cache follows the file of the function, not those of its parts. But names of cached files begin with the
+    function's, so that a digest in its name stands for all of them.
+    """
+    function.__qualname__ += f"_{DIGEST}"
+    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
 @intrinsic

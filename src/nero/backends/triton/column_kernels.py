@@ -41,9 +41,12 @@ SLICES = tl.constexpr(8)
 @triton.jit
 def _load(
     weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK: tl.constexpr, AXIS: tl.constexpr,
-    ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr,
+    ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
-    """Load a chunk of a block: element indices, offsets, mask, weights, directions and momentum."""
+    """Load a chunk of a block: element indices, offsets, mask, weights, directions and momentum.
+
+    ``CACHE`` says what the cache should do with them, if it must choose.
+    """
     k = first + tl.arange(0, BK)
     if ALIGNED:
         steps = k.to(tl.int64) * tl.multiple_of(tl.load(record + STRIDE), 8)
@@ -51,11 +54,11 @@ def _load(
         steps = element_offset(record, k, False)
     at = tl.expand_dims(starts, AXIS) + tl.expand_dims(steps, 1 - AXIS)
     elements = tl.expand_dims(inside, AXIS) & tl.expand_dims(k < fan_in, 1 - AXIS)
-    u = tl.load(grad + at, elements, 0).to(tl.float32)
-    w = tl.load(weight + at, elements, 0).to(tl.float32)
+    u = tl.load(grad + at, elements, 0, eviction_policy=CACHE).to(tl.float32)
+    w = tl.load(weight + at, elements, 0, eviction_policy=CACHE).to(tl.float32)
     m = w
     if MOMENTUM:
-        m = tl.load(buffer + at, elements, 0).to(tl.float32)
+        m = tl.load(buffer + at, elements, 0, eviction_policy=CACHE).to(tl.float32)
         u = mean_of(m, u, tl.load(sizes + 2))
     return k, at, elements, w, u, m
 
@@ -132,7 +135,7 @@ def turn_block(
 
     if FOLD == 0:
         k, at, elements, w, u, m = _load(
-            weight, grad, buffer, sizes, starts, inside, 0, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM
+            weight, grad, buffer, sizes, starts, inside, 0, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM, ""
         )
         sum_w, sum_u, sum_ww, square, sum_wu = summed(w, u, w * w, u * u, w * u, AXIS)
     else:
@@ -140,8 +143,9 @@ def turn_block(
         part_u, part_ww, part_uu, part_wu = part_w, part_w, part_w, part_w
         for first in range(0, fan_in, BK):
             _, _, _, w, u, _ = _load(
-                weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM
-            )
+                weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM,
+                "evict_last",
+            )  # fmt: skip
             part_w += _folded(w, BN, BK, AXIS, FOLD)
             part_u += _folded(u, BN, BK, AXIS, FOLD)
             part_ww += _folded(w * w, BN, BK, AXIS, FOLD)
@@ -158,10 +162,12 @@ def turn_block(
             AXIS, FIX_NORM, STOCHASTIC, MOMENTUM,
         )  # fmt: skip
     else:
-        for first in range(0, fan_in, BK):
+        last = (fan_in - 1) // BK * BK
+        for back in range(0, fan_in, BK):  # backwards: the cache is likeliest to have what was read last
             k, at, elements, w, u, m = _load(
-                weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM
-            )
+                weight, grad, buffer, sizes, starts, inside, last - back, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM,
+                "evict_first",
+            )  # fmt: skip
             _store(
                 weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
                 W, AXIS, FIX_NORM, STOCHASTIC, MOMENTUM,

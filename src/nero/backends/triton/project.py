@@ -138,7 +138,8 @@ class _Device:
                 if _is_capturing():
                     return False
                 # a new table each time: a graph may still read the last one
-                self._active, self._flags = placed(torch.tensor(flags, dtype=torch.int32), self._device), flags
+                active = torch.tensor(flags, dtype=torch.int32, device="cpu")  # whatever the default device is
+                self._active, self._flags = placed(active, self._device), flags
             if _is_capturing():
                 captured += [self._launches, self._active]
             self._launches(self._active)

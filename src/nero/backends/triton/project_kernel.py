@@ -25,6 +25,10 @@ OUTER_STRIDE = tl.constexpr(7)
 SHAPE = tl.constexpr(8)  # of its tiles: 2 * log2(width) + is_aligned
 FIRST_TILE = tl.constexpr(9)
 FIELDS = tl.constexpr(10)
+# of float32: the bits of a mantissa, and twice the bias of exponents
+MANTISSA = tl.constexpr(23)
+MAX_EXPONENT = tl.constexpr(254)
+LARGE = tl.constexpr(2.0**64)
 
 
 @triton.jit
@@ -56,13 +60,15 @@ def _project_tile(
     has_own = tl.where(inside, radii, 0) != 0
     radius = tl.where(has_own, tl.load(radii.to(tl.pointer_type(tl.float32)) + i, has_own, 0), common)
 
+    # sums are of units of a power of two near the peak: exact, and without overflow
     peak = tl.max(tl.abs(w), 1)
-    nonfinite = tl.sum((~(tl.abs(w) <= MAX_FLOAT32)).to(tl.int32), 1)
-    possible = (peak > 0) & (nonfinite == 0)
-    unit = tl.div_rn(w, tl.where(possible, peak, 1.0)[:, None] + tl.zeros([ROWS, WIDTH], tl.float32))
+    exponent = tl.minimum(tl.maximum(peak.to(tl.int32, bitcast=True) >> MANTISSA, 1), MAX_EXPONENT - 1)
+    power = (exponent << MANTISSA).to(tl.float32, bitcast=True)
+    unit = w * ((-exponent + MAX_EXPONENT) << MANTISSA).to(tl.float32, bitcast=True)[:, None]
     square = tl.sum(unit * unit, 1)
-    size = tl.sqrt_rn(tl.where(possible, square, 1.0))  # of the whole neuron, in units of the peak
-    drift = square * 0.0  # the square of the distance to zero mean, in the same units
+    possible = (peak > 0) & (square <= MAX_FLOAT32)  # not of inf or NaN
+    whole = tl.where(possible, square, 1.0)
+    drift = square * 0.0  # the square of the distance to zero mean
     if FIX_MEAN:
         centring = (fan_in != 2) & (radius > 0)  # neurons that started at zero keep their mean
         mean = tl.where(centring, tl.sum(unit, 1) / fan_in, 0.0)
@@ -76,17 +82,19 @@ def _project_tile(
     norm = tl.sqrt_rn(tl.where(possible, square, 1.0))
     if FIX_NORM:
         bound = tl.abs(radius)
-        scale = tl.minimum(peak / bound, 1e18)  # not infinite: it is multiplied by zero where there is no drift
-        is_short = (radius < 0) & (norm * peak < bound)  # as a neuron may be that started at zero
+        scale = tl.minimum(power / bound, 1e18)  # not infinite: it is multiplied by zero where there is no drift
+        is_short = (radius < 0) & (norm * power < bound)  # as a neuron may be that started at zero
         excess = tl.where(is_short, 0.0, norm * scale - 1)
         off = excess * excess + drift * scale * scale
-        unit = unit * tl.where(is_short, peak, bound / norm)[:, None]
+        large = tl.where(bound > LARGE, LARGE, 1.0)  # a factor of its own, so that the other one is finite
+        unit = unit * tl.where(is_short, power, bound / large / norm)[:, None]
+        unit = unit * tl.where(is_short, 1.0, large)[:, None]
     else:
         possible = possible & (peak < MAX_FLOAT32 / 2)
-        off = drift / (size * size)
-        unit = unit * peak[:, None]
+        off = drift / whole
+        unit = unit * power[:, None]
     moving = possible & (off > ROUNDING_ERROR * ROUNDING_ERROR)
-    tl.store(at, rounded(tl.where(moving[:, None], unit, w), W, 0, False), elements)
+    tl.store(at, rounded(unit, W, 0, False), elements & moving[:, None])
 
 
 @triton.jit

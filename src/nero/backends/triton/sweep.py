@@ -1,69 +1,34 @@
-"""All parameters of a device in a few launches.
+"""All parameters of a device in a few launches of Triton kernels."""
 
-A :class:`Sweep` is built once for its tensors and used step after step. At each step it checks what users
-can change without a call of ours: gradients, shapes, strides, dtypes, storage and ``requires_grad``. The state is
-checked by :meth:`Sweep.has_state`, only if someone can have changed it.
-"""
-
+import ctypes
 import struct
-from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
-from itertools import chain
-from operator import attrgetter, is_, or_
-from typing import Any
+from operator import or_
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nero.backends.available import why_not_triton
 from nero.backends.job import Rates
-from nero.backends.triton.tables import Line, bits, is_aligned, make_tables
+from nero.backends.layout import Layout
+from nero.backends.sweep import Line, Sweep
+from nero.backends.triton.tables import MAX_COUNT, bits, is_aligned, make_tables
 
-try:
-    from torch._C._dynamo import guards
-
-    TensorGuards: Any = guards.TensorGuards
-except (ImportError, AttributeError):  # a future torch: every tensor is then checked one by one
-    TensorGuards = None
-
-_grad = attrgetter("grad")
-_END = object()
+#: A tensor of the host, and its memory, which is filled without a call of torch.
+Buffer: TypeAlias = tuple[Tensor, Any]
 
 
-class Sweep:
-    """The steps of many parameters on one device.
-
-    Args:
-        lines: the parameters.
-        generator: draws the noise of stochastic rounding; ``None`` for torch's own.
-
-    Attributes:
-        captured: tensors that a captured CUDA graph reads, which must live as long as the graph.
-    """
+class TritonSweep(Sweep):
+    """The steps of many parameters by Triton kernels."""
 
     @torch.inference_mode(False)
     def __init__(self, lines: Sequence[Line], generator: torch.Generator | None = None) -> None:
-        self._generator = generator
-        # no reference to a line: a line holds a gradient
-        self._parameters = [line.parameter for line in lines]
-        self._holders = [line.holder for line in lines]
-        states = [line.job.state for line in lines]
-        buffers = [line.job.state["momentum_buffer"] for line in lines if line.job.buffer is not None]
-        # views follow the changes of their dicts; the end is compared, too, in case that a value is missing
-        self._views = [*(state.values() for state in states), (_END,)]
-        self._values = list(chain.from_iterable(self._views))
-        self._statistics = [*(state["grad_norm"] for state in states), *buffers]
-        self._statistics_at = list(map(Tensor.data_ptr, self._statistics))
-        self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        super().__init__(lines, generator)
         self._device = self._parameters[0].device
-        self._shapes = [parameter.shape for parameter in self._parameters]
-        self._strides = list(map(Tensor.stride, self._parameters))
-        self._dtypes = [parameter.dtype for parameter in self._parameters]
-        self._grad_dtypes = [line.job.grad.dtype for line in lines]
-        self._is_unchanged: Callable[..., bool] = _never
         self._is_stochastic = any(line.settings.rounding == "stochastic" for line in lines)
         self._aligned = list(map(is_aligned, lines))
         self._tables = make_tables(lines, self._aligned, self._device)
@@ -73,63 +38,30 @@ class Sweep:
         self._upload = Upload(len(lines) + 5 * self._groups, self._device)
         self._uploaded: tuple[list[int], list[int]] = ([], [])
         self._on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        self._borrowed: list[Tensor] = []  # must live until the kernels are queued
-        self.captured: list[Tensor] = []
 
-    def look(self) -> list[int] | None:
-        """Return the addresses of the gradients, 0 for none; ``None`` if the sweep must be built anew."""
-        if list(map(Tensor.data_ptr, self._parameters)) != self._addresses:
-            return None
-        grads = list(map(_grad, self._holders))
-        with torch.enable_grad():  # the guard reads requires_grad
-            is_unchanged = self._is_unchanged(*self._parameters, *grads)
-        if not is_unchanged:
-            return self._look_closely(grads)
-        addresses = list(map(Tensor.data_ptr, grads))
-        if addresses == self._uploaded[0]:
-            return self._uploaded[0]
-        return None if self._is_misaligned(addresses) else addresses
+    @staticmethod
+    def takes(tensor: Tensor) -> bool:
+        """Return whether the kernels can read a parameter or a gradient."""
+        return why_not_triton(tensor) is None
 
-    def has_state(self) -> bool:
-        """Return whether the state holds the same tensors at the same addresses."""
-        return (
-            all(map(is_, chain.from_iterable(self._views), self._values))
-            and list(map(Tensor.data_ptr, self._statistics)) == self._statistics_at
+    @staticmethod
+    def follows(layout: Layout, axes: tuple[int, ...]) -> bool:  # noqa: ARG004
+        """Return whether the kernels can count the neurons and their elements."""
+        return max(layout.neurons, layout.fan_in) <= MAX_COUNT
+
+    @staticmethod
+    def key(line: Line) -> object:
+        """Return the device: one sweep steps all groups."""
+        return line.parameter.device
+
+    def _accepts(self, addresses: list[int]) -> bool:
+        """Return whether gradients are aligned where the kernels read sixteen bytes at a time."""
+        return not (
+            reduce(or_, addresses) & 15
+            and any(address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True))
         )
 
-    def _look_closely(self, grads: Sequence[Tensor | None]) -> list[int] | None:
-        addresses = []
-        if [parameter.dtype for parameter in self._parameters] != self._dtypes:
-            return None
-        known = zip(self._parameters, grads, self._shapes, self._strides, self._grad_dtypes, strict=True)
-        for parameter, grad, shape, stride, dtype in known:
-            if parameter.shape != shape or parameter.stride() != stride:
-                return None
-            if grad is None or not parameter.requires_grad:
-                addresses.append(0)
-                continue
-            if why_not_triton(grad) or grad.dtype != dtype:
-                return None
-            if grad.is_neg() or not has_strides(grad, stride):  # another layout: copied, so slower
-                grad = torch.empty_strided(shape, stride, dtype=dtype, device=grad.device).copy_(grad)
-                self._borrowed.append(grad)
-            addresses.append(grad.data_ptr())
-        if all(addresses) and not self._borrowed:
-            self._is_unchanged = _guard([*self._parameters, *grads])
-        return None if self._is_misaligned(addresses) else addresses
-
-    def _is_misaligned(self, addresses: list[int]) -> bool:
-        return bool(reduce(or_, addresses) & 15) and any(
-            address & 15 and aligned for address, aligned in zip(addresses, self._aligned, strict=True)
-        )
-
-    def launch(self, addresses: list[int], rates: Sequence[Rates]) -> None:
-        """Step, with gradients at these addresses.
-
-        Args:
-            addresses: the answer of :meth:`look`.
-            rates: those of each group; the same object as in the last step if no rate has changed.
-        """
+    def _step(self, addresses: list[int], rates: Sequence[Rates]) -> None:
         if rates is not self._rates:
             self._rates = rates
             self._words = [word for rate in rates[: self._groups] for word in self._encode(rate)]
@@ -140,11 +72,6 @@ class Sweep:
             stream = torch._C._cuda_getCurrentRawStream(self._device.index) if is_cuda else 0
             # torch's own generator is the one that replays draw new numbers from
             self._launch(changing, stream, None if is_captured else self._generator)
-        moved = self._parameters
-        if not all(addresses):
-            moved = [parameter for parameter, address in zip(self._parameters, addresses, strict=True) if address]
-        torch.autograd.graph.increment_version(moved)  # torch did not see the kernels write
-        self._borrowed = []
 
     def _launch(self, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:
         records, step_sizes, sums, counting, launches = self._tables
@@ -200,27 +127,24 @@ class Upload:
         self._is_cuda = device.type == "cuda"
         self._table = torch.zeros(size, dtype=torch.int64, device=device)
         self._pack = struct.Struct(f"{size}q").pack_into
-        self._host = array("q", bytes(8 * size))
-        self._words = torch.frombuffer(self._host, dtype=torch.int64)  # shares the memory of the array
-        self._buffers: deque[tuple[Tensor, Any]] = deque()  # the one in use the longest is first
-        self._spare: Tensor | None = None  # for a capture, which cannot allocate pinned memory
+        self._buffers: deque[tuple[Buffer, Any]] = deque()  # the one in use the longest is first
+        self._spare: Buffer | None = None  # for a capture, which cannot allocate pinned memory
 
     def write(self, words: Sequence[int] | None) -> Tensor:
         """Copy integers to the table, and return it; ``None`` leaves the table as it is."""
-        if self._is_cuda and self._spare is None:
-            self._spare = self._pinned()
+        if self._spare is None:
+            self._spare = self._buffer()
         if words is None:
             return self._table
-        self._pack(self._host, 0, *words)
         if not self._is_cuda:
-            return self._table.copy_(self._words)
+            return self._table.copy_(self._fill(self._spare, words))
         # the host may be many steps ahead: a buffer is free when the device has read it
         if self._buffers and self._buffers[0][1].query():
             self._buffers.rotate(-1)
         else:
-            self._buffers.append((self._pinned(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
+            self._buffers.append((self._buffer(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
         buffer, is_read = self._buffers[-1]
-        self._table.copy_(buffer.copy_(self._words), non_blocking=True)
+        self._table.copy_(self._fill(buffer, words), non_blocking=True)
         is_read.record()
         return self._table
 
@@ -232,29 +156,17 @@ class Upload:
         """
         if self._spare is None:
             raise RuntimeError("take a step outside of the capture between two captures")
-        self._pack(self._host, 0, *words)
-        buffer, table = self._spare.copy_(self._words), torch.empty_like(self._table)
+        buffer, table = self._fill(self._spare, words), torch.empty_like(self._table)
         self._spare = None
         return table.copy_(buffer, non_blocking=True), buffer
 
     @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
-    def _pinned(self) -> Tensor:
-        return torch.empty(self._words.shape, dtype=torch.int64, pin_memory=True)
+    def _buffer(self) -> Buffer:
+        # its own device: inside of torch.device(...), the default may be another
+        tensor = torch.empty(self._table.shape, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
+        return tensor, (ctypes.c_int64 * len(tensor)).from_address(tensor.data_ptr())
 
-
-def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Return whether a tensor has these strides; those of axes of size one do not matter."""
-    sizes = zip(tensor.stride(), strides, tensor.shape, strict=True)
-    return all(own == other or size == 1 for own, other, size in sizes)
-
-
-def _guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:
-    """Make a fast check that tensors keep their types, dtypes, shapes, strides and requires_grad."""
-    if TensorGuards is None:
-        return _never
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check
-
-
-def _never(*_: object) -> bool:
-    return False
+    def _fill(self, buffer: Buffer, words: Sequence[int]) -> Tensor:
+        tensor, memory = buffer
+        self._pack(memory, 0, *words)
+        return tensor

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nero.backends.job import HasGrad, Job, Settings
 from nero.backends.layout import Layout
+from nero.backends.sweep import Line
 
 
 class Tile(NamedTuple):
@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 #: The tiles of contiguous neurons, by bytes and number of elements. A tensor gets the first that holds a neuron.
 TILES: dict[int, dict[int, Tile]] = {
-    4: {1024: Tile(1, 96), 4096: Tile(4, 128), 8192: Tile(8, None), 16384: Tile(16, None)},
+    4: {1024: Tile(1, 80), 4096: Tile(4, 128), 8192: Tile(8, None), 16384: Tile(16, None)},
     2: {1024: Tile(1, 96), 2048: Tile(2, 96), 4096: Tile(4, 96), 8192: Tile(8, 80), 16384: Tile(16, None)},
 }
 #: For longer rows that cannot be read sixteen bytes at a time: with two rows, a program could not load both at once.
@@ -40,11 +40,11 @@ SPLIT_TILE, SPLIT_WARPS = 4096, 8
 #: that a program holds at once, warps and registers. A block is at least 32 bytes wide, which memory moves at once.
 #: Longer neurons are read twice, so all blocks that run at once must fit into the cache.
 BLOCKS: dict[int, dict[int, tuple[int, int, int, int]]] = {
-    4: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 1024: (8, 1024, 8, 128), 16384: (8, 1024, 16, 128)},
+    4: {64: (64, 64, 4, 128), 256: (32, 256, 8, 128), 1024: (32, 256, 16, 128), 16384: (16, 256, 16, 128)},
     2: {
         64: (64, 64, 4, 128),
         256: (32, 256, 8, 128),
-        2048: (16, 512, 8, 128),
+        2048: (64, 128, 8, 128),
         16384: (16, 1024, 16, 128),
     },
 }
@@ -57,20 +57,6 @@ RECORD_FIELDS = (
 )
 #: The width of a split tile of neurons that lie side by side: what memory moves at once. Wider ones have more pieces.
 SPLIT_BYTES = 32
-
-
-class Line(NamedTuple):
-    """A parameter in a sweep, and the holder of its gradient; ``group`` selects the learning rate.
-
-    The job's gradient may be a stand-in.
-    """
-
-    parameter: Tensor
-    holder: HasGrad
-    job: Job
-    layout: Layout
-    settings: Settings
-    group: int
 
 
 class Split(NamedTuple):

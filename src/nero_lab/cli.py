@@ -226,7 +226,7 @@ def sweep(
 @app.command()
 def plan(
     task: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Only these tasks.")] = None,
-    study: Annotated[str, typer.Option(help="Without tasks: paper or today.")] = "paper",
+    study: Annotated[str, typer.Option(help="Without tasks: paper, today or claims.")] = "paper",
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
     run: Annotated[int, typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in processes.")] = 0,
     minutes: Annotated[float, typer.Option(min=0, help="With --run: start no run after this time.")] = math.inf,
@@ -237,7 +237,7 @@ def plan(
     """Show which runs of the protocol are on record, and make those that are missing."""
     tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
     if not tasks:
-        raise SettingError(f"there is no study {study!r}: take paper or today")
+        raise SettingError(f"there is no study {study!r}: take paper, today or claims")
     known = next((each for each in PRECISIONS if each == precision), None)
     if known != precision:
         raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")

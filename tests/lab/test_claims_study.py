@@ -27,7 +27,8 @@ def claims() -> list[list[str]]:
 
 
 def test_pages_show_the_committed_records(tmp_path: Path):
-    for path in (tables.PAGE, tables.CLAIMS, tables.RECORDS, tables.REPARAMETERISED):
+    records = (tables.RECORDS, tables.REPARAMETERISED, tables.DEEP, tables.BALANCED_START)
+    for path in (tables.PAGE, tables.CLAIMS, *records):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((ROOT / path).read_bytes())
     tables.main(tmp_path)

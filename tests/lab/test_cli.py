@@ -92,7 +92,7 @@ def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("option", "fault"),
     [
-        (("--study", "none"), "there is no study 'none': take paper or today"),
+        (("--study", "none"), "there is no study 'none': take paper, today or claims"),
         (("--precision", "int8"), "the precision must be one of"),
         (("no-task",), "there is no task 'no-task'"),
         (("mnist-deep", "--run", 1, "--precision", "tf32", "--device", "cpu"), "tf32 needs an NVIDIA GPU"),

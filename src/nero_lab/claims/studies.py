@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import nero
 from nero_lab import baselines
 from nero_lab.claims.training import PIXELS, Digits, Split, constant, evaluate, linear_layers, train
 from nero_lab.models.mlp import mlp
@@ -89,6 +90,32 @@ def run_initial_scale(data: Digits, settings: Settings) -> dict[str, Any]:
     optimiser = baselines.make(settings["optimiser"], model, settings["lr"])
     images = data.train.first(EXAMPLES)
     accuracy = train(model, optimiser, images, lr=settings["lr"], batch=100, epochs=1, seed=settings["seed"])
+    loss, error = evaluate(model, data.test)
+    return {"train_accuracy": accuracy, "test_loss": loss, "test_error": error}
+
+
+# Section 5.4: "Nero could reliably train a 100-layer MLP"; is that the start or the steps?
+
+START_RATES = {"nero": (0.003, 0.01, 0.03), "adam": (0.0003, 0.001, 0.003)}
+START_DEPTH = 50
+
+
+def start_settings() -> list[Settings]:
+    """Return three seeds of every rate; Adam from torch's weights and from balanced ones, as Nero's are."""
+    found = product(seed=SEEDS, optimiser=["nero"], is_balanced=[True], lr=START_RATES["nero"])
+    found += product(seed=SEEDS, optimiser=["adam"], is_balanced=[False, True], lr=START_RATES["adam"])
+    return sorted(found, key=lambda settings: settings["seed"])
+
+
+def run_start(data: Digits, settings: Settings) -> dict[str, Any]:
+    """Train 50 layers of 128 units for five epochs of 20,000 images; Adam with β₁ = 0.9, as in mnist-deep."""
+    torch.manual_seed(settings["seed"])
+    model, optimiser = perceptron(START_DEPTH), settings["optimiser"]
+    if settings["is_balanced"]:
+        nero.balance_(model)
+    made = baselines.make(optimiser, model, settings["lr"], **({"beta1": 0.9} if optimiser == "adam" else {}))
+    images = data.train.first(EXAMPLES)
+    accuracy = train(model, made, images, lr=settings["lr"], batch=250, epochs=5, seed=settings["seed"])
     loss, error = evaluate(model, data.test)
     return {"train_accuracy": accuracy, "test_loss": loss, "test_error": error}
 
@@ -262,6 +289,7 @@ STUDIES = {
         run_raw_scale,
     ),
     "initial-scale": Study("is there an initial scale to tune?", initial_scale_settings, run_initial_scale),
+    "start": Study("is it the start or the steps that train 50 layers?", start_settings, run_start),
     "batch-size": Study("does one rate do for all batch sizes?", batch_size_settings, run_batch_size),
     "gains": Study(
         "is pulling gains to one easier to tune than weight decay?",

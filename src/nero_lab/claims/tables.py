@@ -17,6 +17,7 @@ from nero_lab.claims.studies import (
     RATES,
     RAW_SCALES,
     REGULARISED,
+    START_RATES,
     STRENGTHS,
     USUAL_RATES,
 )
@@ -32,7 +33,9 @@ RECORDS, PAGE, FIGURE = (
 CLAIMS = Path("docs/paper/claims.md")
 #: What a row of the list of claims may end in.
 VERDICTS = ("holds", "partly", "does not hold", "not run")
+#: Runs of the lab's tasks.
 REPARAMETERISED = Path("results/mnist-reparameterised.jsonl")
+DEEP, BALANCED_START = Path("results/mnist-deep.jsonl"), Path("results/balanced-start/mnist-deep-balanced.jsonl")
 NAMES = {
     "nero": "Nero",
     "adam": "Adam",
@@ -49,6 +52,7 @@ WAY_NAMES = {
     "projected": "Adam, `nero.balance_after_step`",
     "nero": "Nero",
 }
+ACCURACIES = ("train_accuracy", "test_accuracy")
 SHOWN_POWERS = (-40, -20, -10, -4, -2, 0, 2, 10, 16, 20, 36)
 SHOWN_LAYERS = (1, 5, 10, 15, 20)
 
@@ -87,6 +91,7 @@ def tables(records: Records, reparameterised: Records) -> dict[str, str]:
     """Return the tables by name."""
     makers: dict[str, Callable[[Records], str]] = {
         "initial-scale": _initial_scale,
+        "start": _start,
         "batch-size": _batch_size,
         "overflow": _overflow,
         "overflow-loss": _overflow_loss,
@@ -115,6 +120,19 @@ def _raw_scale(records: Records, reparameterised: Records) -> str:
     return render_table(["weights", "sigma", *(f"epoch {epoch}" for epoch in range(1, 6))], rows)
 
 
+def balanced_start(deep: Records, balanced: Records) -> str:
+    """Compare runs of the 100-layer perceptron from balanced weights with Nero's."""
+    found: dict[tuple[str, float], Records] = {}
+    for run in [run for run in deep if run["optimiser"] == "nero"] + balanced:
+        name = NAMES[run["optimiser"]] + ", diverged" * (run["curve"]["train_loss"][-1] is None)
+        found.setdefault((name, run["lr"]), []).append(run["curve"])
+    rows = [
+        [name, f"{lr:g}", *(over_seeds([100 * curve[key][-1] for curve in curves]) for key in ACCURACIES)]
+        for (name, lr), curves in sorted(found.items(), key=lambda item: (not item[0][0].startswith("Nero"), item[0]))
+    ]
+    return render_table(["optimiser", "rate", "train accuracy, %", "test accuracy, %"], rows)
+
+
 def _curve_row(name: str, sigma: float, curves: Sequence[Sequence[float]]) -> list[str]:
     return [name, f"{sigma:g}", *(over_seeds([100 * share for share in epoch]) for epoch in zip(*curves, strict=True))]
 
@@ -136,6 +154,16 @@ def _initial_scale(records: Records) -> str:
             best.append(f"{error:.2f} ({lr:g})")
         rows.append([f"{NAMES[optimiser]}, best of three rates, seed 0", *best])
     return render_table(["optimiser / factor", *(f"{factor:g}" for factor in FACTORS)], rows)
+
+
+def _start(records: Records) -> str:
+    rows = []
+    for optimiser, is_balanced in (("nero", True), ("adam", True), ("adam", False)):
+        for lr in START_RATES[optimiser]:
+            runs = select(records, "start", optimiser=optimiser, is_balanced=is_balanced, lr=lr)
+            accuracy = over_seeds([100 * run["train_accuracy"][-1] for run in runs]) if runs else "-"
+            rows.append([NAMES[optimiser], "balanced" if is_balanced else "torch's", f"{lr:g}", accuracy, _cell(runs)])
+    return render_table(["optimiser", "start", "rate", "train accuracy, %", "test error, %"], rows)
 
 
 def _batch_size(records: Records) -> str:
@@ -319,7 +347,9 @@ def main(root: Path = Path()) -> None:
     from nero_lab.report.figures import save
 
     records = read(root / RECORDS)
-    text = fill_page(root / PAGE, tables(records, read(root / REPARAMETERISED)))
+    made = tables(records, read(root / REPARAMETERISED))
+    made["balanced-start"] = balanced_start(read(root / DEEP), read(root / BALANCED_START))
+    text = fill_page(root / PAGE, made)
     write_bytes(root / PAGE, text.encode())
     counts = {"verdicts": _verdicts((root / CLAIMS).read_text(encoding="utf-8"))}
     write_bytes(root / CLAIMS, fill_page(root / CLAIMS, counts).encode())

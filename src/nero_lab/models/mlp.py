@@ -35,6 +35,13 @@ def mlp(
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(sizes[-1], classes, bias=bias))
 
 
+def balanced_mlp(depth: int) -> nn.Sequential:
+    """Build the perceptron of :func:`mlp` from balanced weights, as Nero starts it; biases stay as they are."""
+    model = mlp(depth)
+    nero.balance_(model)
+    return model
+
+
 def normed_mlp(depth: int, width: int = 784) -> nn.Sequential:
     """Build a perceptron with batch norm, without gains and biases, behind every hidden linear layer."""
     *hidden, last = mlp(depth, width)

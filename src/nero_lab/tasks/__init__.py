@@ -1,9 +1,12 @@
-"""The tasks of the lab by name: the paper's experiments, the study of today, and the study of step size by depth."""
+"""The tasks of the lab by name: the paper's experiments, the studies of claims, of today, and of depth."""
 
 from nero_lab.protocol import SettingError, Task
 from nero_lab.tasks import depth, paper, today
+from nero_lab.tasks.paper import mnist_deep
 
-TASKS: dict[str, Task] = {task.name: task for task in (*paper.TASKS, *today.TASKS, *depth.TASKS)}
+TASKS: dict[str, Task] = {
+    task.name: task for task in (*paper.TASKS, mnist_deep.balanced_start, *today.TASKS, *depth.TASKS)
+}
 
 
 def task_named(name: str, *optimisers: str) -> Task:

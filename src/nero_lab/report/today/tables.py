@@ -22,7 +22,7 @@ SEEDS = 3
 def overview(study: Study) -> str:
     """Set the means of all contenders with a run beside each other, task by task.
 
-    A mean is bold if its contender is better than all others of the task by the rule.
+    A mean is bold if all contenders of the task were run, and it is better than all others by the rule.
     """
     known = dict.fromkeys(contender for task in RANKED for contender in study.contenders(task))
     contenders = [name for name in known if any(study.values(task, name) for task in RANKED)]
@@ -258,7 +258,8 @@ def _overview_cell(study: Study, task: str, contender: str) -> str:
     text = _mean(study, task, contender).partition(" ±")[0]
     text += f" ({plural(len(values), 'seed')})" if len(values) < SEEDS and all(map(math.isfinite, values)) else ""
     others = [other for other in study.ranking(task) if other != contender]
-    is_best = bool(others) and all(study.is_better(task, contender, other) for other in others)
+    is_run = len(others) + 1 == len(study.contenders(task))
+    is_best = is_run and all(study.is_better(task, contender, other) for other in others)
     return f"**{text}**" if is_best else text
 
 

@@ -76,6 +76,7 @@ VARIANTS: dict[str, Contender] = {
     "gains-0.3": _free(0.015, 0.03, scale=0.3),
     "fixed-means": _free(0.015, 0.03, fix_mean=True),
     "fixed-norms": _free(0.015, 0.03, fix_norm=True),
+    "fixed-both": _free(0.015, 0.03, fix_mean=True, fix_norm=True),
     "steps-of-the-first-norm": _free(0.015, 0.03, 0.06, fixed_scale=True),
     "steps-of-one": _free(0.005, 0.01, 0.02, neuron_scale=1.0),
     "muon-balanced-blocks": _balanced("blocks"),

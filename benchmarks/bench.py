@@ -27,10 +27,11 @@ from rich.table import Table
 from timing import Bench, Budget, Job, Row, copy_bandwidth, machine
 
 import nero
+from nero_lab.provenance import commit
 
 ROOT = Path(__file__).parents[1]
-#: Keys that two records must share for their sections to be in one file.
-SHARED_KEYS = ("date", "machine", "torch", "triton", "nero", "threads", "quick")
+#: Keys that two records must share for their sections to be in one file; a section has its own date and version.
+SHARED_KEYS = ("machine", "torch", "triton", "threads", "quick")
 
 
 class Section(NamedTuple):
@@ -98,7 +99,7 @@ def run_section(name: str, bench: Bench, record: dict[str, Any], path: Path, pro
         new_rows = job()
         progress.console.print(SECTIONS[name].table(new_rows), "")
         rows += new_rows
-        record.update({name: rows, "left_out": {**record["left_out"], name: bench.notes}})
+        record[name], record["left_out"][name], record["measured"][name] = rows, bench.notes, measured(bench.bandwidth)
         write_record(path, record)
         progress.advance(task)
         free_memory(bench.device)
@@ -116,20 +117,25 @@ def start_record(path: Path, device: torch.device, is_quick: bool) -> dict[str, 
     triton = importlib.util.find_spec("triton") and importlib.import_module("triton")
     size = 1 << 20 if is_quick else 1 << 30 if device.type == "cuda" else 1 << 28
     record: dict[str, Any] = {
-        "date": date.today().isoformat(),
         "machine": machine(device),
         "torch": torch.__version__,
         "triton": triton.__version__ if triton else None,
-        "nero": nero.__version__,
         "threads": torch.get_num_threads(),
         "quick": is_quick,
         "copy_bytes_per_second": round(copy_bandwidth(device, size)),
         "left_out": {},
+        "measured": {},
     }
     earlier = json.loads(path.read_text()) if path.exists() else {}
     if all(earlier.get(key) == record[key] for key in SHARED_KEYS):
-        return {**earlier, **record, "left_out": earlier["left_out"]}
+        return {**record, **earlier, "copy_bytes_per_second": record["copy_bytes_per_second"]}
     return record
+
+
+def measured(bandwidth: float) -> dict[str, Any]:
+    """Return when and by which code a section was measured, and the bandwidth of a copy at that time."""
+    today = date.today().isoformat()
+    return {"date": today, "nero": nero.__version__, "commit": commit(), "copy_bytes_per_second": round(bandwidth)}
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def draw(shapes: Any, seed: int) -> Any:
 
 def measure(shapes: Any, name: str, rounds: int) -> list[dict[str, Any]]:
     """Time every optimiser, in turn."""
-    params, grads = jax.jit(lambda: (nero.jax.balance(draw(shapes, 0)), draw(shapes, 1)))()
+    params, grads = jax.jit(nero.jax.balance)(draw(shapes, 0)), draw(shapes, 1)
     contenders = {each: Contender(optimiser, params, grads) for each, optimiser in OPTIMISERS.items()}
     times: dict[str, list[float]] = {each: [] for each in contenders}
     for _ in range(rounds):

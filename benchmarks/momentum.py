@@ -11,7 +11,7 @@ from pathlib import Path
 
 import step
 import torch
-from bench import ROOT, free_memory, start_record, write_record
+from bench import ROOT, free_memory, measured, start_record, write_record
 from contenders import REFERENCES, Contender, nero_by
 from rich.console import Console
 from shapes import Shapes, flat, gpt2, gpt2_xl
@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         new_rows = step.measure(shapes, contenders(backend), bench)
         console.print(step.table(new_rows), "")
         rows += new_rows
-        write_record(path, {**record, "momentum": rows, "left_out": {"momentum": bench.notes}})
+        made = {"left_out": {"momentum": bench.notes}, "measured": {"momentum": measured(bench.bandwidth)}}
+        write_record(path, {**record, "momentum": rows, **made})
         free_memory(device)
     console.print(f"written to {os.path.relpath(path)}")
     return 0

@@ -10,7 +10,7 @@ import torch
 from contenders import ADAM, SGD, Contender, find_contenders
 from rich.table import Table
 from shapes import Parameters, Shapes, deep_mlp, flat, gpt2, gpt2_xl, groups, resnet50, twin
-from timing import Bench, Clock, Job, Row, Step, burst_length, device_time, milliseconds, ratio, take_turns
+from timing import Bench, Clock, Job, Rounds, Row, Step, burst_length, device_time, milliseconds, ratio, take_turns
 
 import nero
 from nero.backends import backends_for
@@ -19,6 +19,8 @@ from nero.backends import backends_for
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 #: Above this many parameters, the backends are compared on one tensor of each shape.
 MAX_CHECKED_PARAMETERS = {"cuda": 200_000_000, "cpu": 100_000_000}
+#: Nero by backends that are no match for a GPU.
+SLOW = ("Nero (eager)", "Nero (foreach)")
 #: Above this many tensors, torch.compile takes too long.
 MAX_COMPILED_TENSORS = 250
 
@@ -53,6 +55,7 @@ def measure(shapes: Shapes, contenders: Sequence[Contender], bench: Bench) -> li
     counts = {name: burst_length(each.step, clock, bench.budget) for name, each in running.items()}
     steps = {name: each.step for name, each in running.items()}
     times = take_turns(steps, counts, clock, bench.budget, always=(ADAM, SGD), tick=bench.tick)
+    fresh = _fresh(running, clock) if clock.is_gpu else {}
     adam_bytes = state_bytes(running[ADAM].optimiser)
     rows = []
     for name, (contender, optimiser, step) in running.items():
@@ -60,6 +63,7 @@ def measure(shapes: Shapes, contenders: Sequence[Contender], bench: Bench) -> li
         total, seconds = sum(map(torch.numel, parameters)), statistics.median(times[name].values())
         row: Row = {
             "shapes": shapes.name,
+            "dtype": str(shapes.dtype).removeprefix("torch."),
             "parameters": total,
             "tensors": len(parameters),
             "optimiser": name,
@@ -85,8 +89,8 @@ def measure(shapes: Shapes, contenders: Sequence[Contender], bench: Bench) -> li
             alone = device_time(step, counts[name], host, clock)
             row["device_milliseconds"] = milliseconds(alone)
             row["device_of_copy_bandwidth"] = alone and _bandwidth_share(needed, total, alone, bench)
-            if contender.is_nero or name == SGD:
-                row["host_moving_milliseconds"] = milliseconds(_host_seconds_moving(optimiser, clock))
+        if name in fresh:
+            row["host_moving_milliseconds"] = milliseconds(statistics.median(fresh[name].values()))
         rows.append(row)
         bench.tick()
     return rows
@@ -123,17 +127,17 @@ def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Benc
     return Running(contender, optimiser, step)
 
 
-def _host_seconds_moving(optimiser: torch.optim.Optimizer, clock: Clock) -> float:
-    """Return the seconds until a step returns if its gradients are new tensors, as after a backward pass."""
-    parameters, times = _parameters(optimiser), []
-    before = [parameter.grad for parameter in parameters]
-    for _ in range(10):
-        for parameter in parameters:
-            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-        times.append(clock.host_seconds(optimiser.step))
-    for parameter, grad in zip(parameters, before, strict=True):
-        parameter.grad = grad
-    return statistics.median(times)
+def _fresh(running: dict[str, Running], clock: Clock, rounds: int = 30) -> dict[str, Rounds]:
+    """Time, in turn, the call of a step whose gradients are new tensors, as after a backward pass."""
+    chosen = [name for name, each in running.items() if name == SGD or (each.contender.is_nero and name not in SLOW)]
+    times: dict[str, Rounds] = {name: {} for name in chosen}
+    for number in range(rounds):
+        for name in chosen:
+            optimiser = running[name].optimiser
+            for parameter in _parameters(optimiser):
+                parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+            times[name][number] = clock.host_seconds(optimiser.step)
+    return times
 
 
 def check_backends(shapes: Shapes, device: torch.device) -> None:

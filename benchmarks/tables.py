@@ -81,6 +81,33 @@ def gpu_steps() -> str:
     return _table(head, lines)
 
 
+def limits() -> str:
+    """Make the table of steps where the limit is harder to reach."""
+    by_set: dict[str, dict[str, Row]] = {}
+    for row in record("cuda")["limits"]:
+        name = row["shapes"] + ", bf16" * (row["dtype"] == "bfloat16")
+        by_set.setdefault(name, {})[row["optimiser"]] = row
+    lines = []
+    for name, rows in by_set.items():
+        nero, sgd = rows["Nero"], rows[SGD]
+        kinds = ("Nero", "Nero with momentum", "Nero, stochastic", "Nero with momentum, stochastic")
+        fresh = [row["host_moving_milliseconds"] for row in (nero, sgd)]
+        lines.append(
+            [
+                name,
+                str(nero["tensors"]),
+                f"{nero['device_milliseconds']:.3g} ms",
+                *(f"{100 * rows[kind]['device_of_copy_bandwidth']:.0f} %" if kind in rows else "" for kind in kinds),
+                f"{nero['milliseconds']:.3g} ms",
+                f"{nero['of_fused_sgd']:.2f}",
+                f"{fresh[0]:.3g} ms",
+                f"{fresh[0] / fresh[1]:.2f}",
+            ]
+        )
+    shares = ["plain", "momentum", "stochastic", "both"]
+    return _table(["shapes of", "tensors", "device", *shares, "with host", "/ SGD", "fresh", "/ SGD"], lines)
+
+
 def momentum() -> str:
     """Make the table of steps with momentum on a GPU."""
     names = ("Nero", "Nero with momentum", SGD, "SGD with momentum (fused)", "AdamW (fused)")
@@ -273,6 +300,7 @@ def balance() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gpu-steps": gpu_steps,
+    "limits": limits,
     "momentum": momentum,
     "cpu-steps": cpu_steps,
     "tensors": tensors,

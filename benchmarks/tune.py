@@ -64,19 +64,25 @@ def trials(is_quick: bool) -> list[Trial]:
         ", momentum": {"momentum": 0.9},
         ", stochastic, momentum": {"rounding": "stochastic", "momentum": 0.9},
     }
-    one_pass = [(8, 1024, 16, 64), (8, 1024, 16, 128), (16, 1024, 16, 128), (16, 256, 8, 128), (16, 512, 8, 128)]
-    two_passes = [(8, 1024, 8, 128), (8, 512, 8, 80), (8, 512, 16, 64), (16, 512, 16, 128), (16, 512, 8, 128)]
-    half_blocks = [(16, 512, 16, 64), (16, 1024, 16, 128), (32, 512, 16, 128), (32, 256, 8, 128)]
+    short_blocks = [(8, 1024, 8, 128), (16, 256, 8, 128), (32, 128, 8, 128), (32, 128, 16, 128), (64, 128, 16, 128)]
+    long_blocks = [(8, 1024, 16, 128), (16, 128, 16, 128), (32, 128, 16, 128)]
+    short_half = [(32, 256, 8, 128), (32, 256, 16, 128), (64, 64, 8, 128), (64, 128, 16, 128)]
+    long_half = [(16, 512, 16, 128), (32, 128, 16, 128), (32, 256, 8, 128), (32, 256, 16, 128)]
     made = [
-        Trial("columns of 768", short, BLOCKS[4], [{}, *({1024: entry} for entry in one_pass)]),
-        Trial("columns of 768, momentum", short, BLOCKS[4], [{}, {1024: (8, 512, 8, 128)}], options={"momentum": 0.9}),
-        Trial("columns of 3072", long, BLOCKS[4], [{}, *({16384: entry} for entry in two_passes)]),
+        Trial(
+            f"columns of {length}{name}",
+            columns,
+            BLOCKS[4],
+            [{}, *({up_to: entry} for entry in blocks)],
+            options=options,
+        )
+        for length, columns, up_to, blocks in ((768, short, 1024, short_blocks), (3072, long, 16384, long_blocks))
+        for name, options in (("", {}), (", momentum", {"momentum": 0.9}))
     ]
     for name, options in half.items():
-        with_columns = [{}, *({2048: entry} for entry in half_blocks)]
-        made.append(Trial(f"columns of 768, bf16{name}", short, BLOCKS[2], with_columns, torch.bfloat16, options))
-        with_long = [{}, {16384: (16, 512, 8, 128)}, {16384: (16, 512, 16, 64)}]
-        made.append(Trial(f"columns of 3072, bf16{name}", long, BLOCKS[2], with_long, torch.bfloat16, options))
+        for length, columns, up_to, blocks in ((768, short, 2048, short_half), (3072, long, 16384, long_half)):
+            entries: list[Entries] = [{}, *({up_to: entry} for entry in blocks)]
+            made.append(Trial(f"columns of {length}, bf16{name}", columns, BLOCKS[2], entries, torch.bfloat16, options))
         registers = [112, 144, 168] if "momentum" in options else [80, 112, 128]
         narrow: list[Entries] = [{2048: Tile(2, each, each)} for each in registers]
         broad: list[Entries] = [{8192: Tile(8, each, each)} for each in registers] + [{8192: Tile(16, 64, 64)}]
@@ -84,8 +90,14 @@ def trials(is_quick: bool) -> list[Trial]:
         made.append(Trial(f"Llama, bf16{name}", llama, TILES[2], candidates, torch.bfloat16, options))
     made += [
         Trial("Llama", llama, TILES[4], [{}, {2048: Tile(2, 96)}, {8192: Tile(8, 96)}]),
-        Trial("rows of 768", shapes([(3, 768)], [(50257, 768)] * 2), TILES[4], [{}, {1024: Tile(1, 80)}]),
+        Trial(
+            "rows of 768",
+            shapes([(3, 768)], [(50257, 768)] * 2),
+            TILES[4],
+            [{}, {1024: Tile(1, 72)}, {1024: Tile(1, 96)}],
+        ),
         Trial("odd", odd, UNALIGNED_TILES, [{}, {512: None}, {512: Tile(1, 72)}, {512: Tile(1, 80)}]),
+        Trial("odd, momentum", odd, UNALIGNED_TILES, [{}, {512: None}], options={"momentum": 0.9}),
         Trial("rows of 511", shapes([(5, 511)], wide[:1]), UNALIGNED_TILES, [{}, {512: None}]),
     ]
     return [trial._replace(candidates=trial.candidates[:2]) for trial in made] if is_quick else made

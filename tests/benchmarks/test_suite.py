@@ -171,9 +171,16 @@ def test_plain_nero_is_algorithm_1():
     torch.testing.assert_close(plain.bias, ours.bias)
 
 
+SAME_NETWORK = {
+    "cifar10-ablation": "cifar10-vgg11",
+    "cifar10-granularity": "cifar10-vgg11",
+    "mnist-deep-balanced": "mnist-deep",
+}
+
+
 @pytest.mark.parametrize(("device", "precision"), [("cuda", "float32"), ("cuda", "tf32"), ("cpu", "float32")])
 def test_times_of_nero_list_match_the_record(device: str, precision: Precision):
-    """To a tenth; tasks on VGG-11 share one time, and a task without a record has none."""
+    """To a tenth; tasks on one network share its time, and a task without a record has none."""
     path = suite.ROOT / "benchmarks/results" / f"suite-{device}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {
@@ -182,8 +189,7 @@ def test_times_of_nero_list_match_the_record(device: str, precision: Precision):
         if row.get("side_by_side") == 1 and row["precision"] == precision
     }
     for name, task in suite.TASKS.items():
-        timed_with = "cifar10-vgg11" if name in ("cifar10-ablation", "cifar10-granularity") else name
-        wanted = found.get(timed_with)
+        wanted = found.get(SAME_NETWORK.get(name, name))
         assert task.seconds.on(device, precision) == (wanted if wanted is None else pytest.approx(wanted, rel=0.1)), (
             name
         )

@@ -31,7 +31,7 @@ demo: .venv/demo
 test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest --numprocesses 2
 

@@ -9,6 +9,7 @@ from collections.abc import Generator
 import hypothesis
 import pytest
 import torch
+from cases import ROUNDING
 from interpreter import INTERPRETED
 
 from nero.backends import foreach, foreach_cpu
@@ -16,6 +17,11 @@ from nero.backends.available import COMPILED
 
 #: dtypes whose tests are not traced: they run the lines of float32 and bfloat16.
 UNTRACED = (torch.float64, torch.float16)
+#: Parts of the names of tests that share what takes long to make: processes, a site, a package, or compiled code.
+TOGETHER = (
+    *("jax", "sharding/", "test_distributed_training.py", "test_site.py", "test_project.py", "test_bench.py"),
+    *("numba", "transformers"),
+)
 WORKING = [name for name, backend in COMPILED.items() if backend.works()]
 
 hypothesis.settings.register_profile(
@@ -36,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Run all tests of sharding in one worker, which starts their processes, and all of the site in one.
+    """Run the tests that are :data:`TOGETHER` in one worker each.
 
     The mark ``xdist_group`` would do so, but has no effect with pytest 9.2 and xdist 3.8.
     """
@@ -46,8 +52,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class OneWorkerForShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            return next((name for name in ("sharding/", "test_site.py") if name in path), nodeid)
+            return next((name for name in TOGETHER if name in nodeid), nodeid)
 
     return OneWorkerForShared(config, log)
 
@@ -65,8 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def keep_onednn() -> Generator[None]:
-    """Turn oneDNN on again: torch turns it off in a process whose product of bf16 fails, as on ARM without bf16."""
+def same_start() -> Generator[None]:
+    """Seed torch, so that no test depends on the ones before it, and turn oneDNN on again after it.
+
+    Torch turns oneDNN off in a process whose product of bf16 fails, as on ARM without bf16.
+    """
+    torch.manual_seed(0)
     yield
     torch.backends.mkldnn.enabled = True
 
@@ -100,7 +109,11 @@ def _can_run(item: pytest.Item) -> bool:
     if given.get("backend") != "triton":
         return True
     here = "cpu" if INTERPRETED else "cuda"
-    return given.get("device", "cpu") == here and given.get("dtype") != torch.float64
+    if given.get("device", "cpu") != here or given.get("dtype") == torch.float64:
+        return False
+    # an interpreted kernel steps each case in one of the half precisions, which have the same tiles
+    is_half = given.get("dtype") in ROUNDING and "case" in given
+    return not (INTERPRETED and is_half) or item.callspec.indices["case"] % 2 == (given["dtype"] == torch.float16)
 
 
 def _given(item: pytest.Item) -> dict[str, object]:

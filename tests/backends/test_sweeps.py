@@ -311,6 +311,8 @@ def test_gradient_of_another_shape_raises(kind: Kind):
 
 
 def test_parameter_that_becomes_a_negated_view(kind: Kind):
+    if kind.device == "cuda":
+        pytest.skip("torch's foreach operations refuse such tensors on a GPU")
     results = []
     for backend in ("eager", kind.backend):
         torch.manual_seed(0)

@@ -205,7 +205,7 @@ def test_captured_steps_match_eager_steps(contender, monkeypatch):
     # the fastest kernels sum in any order, and batch norm on four images magnifies the difference
     flags = partial(torch.backends.cudnn.flags, deterministic=True)
     monkeypatch.setattr(torch.backends.cudnn, "flags", lambda **asked: flags(**{**asked, "benchmark": False}))
-    monkeypatch.setattr(lamb, "LARGE", 1)  # use its kernels, too
+    monkeypatch.setattr(lamb, "MIN_KERNEL_ELEMENTS", 1)  # use its kernels, too
     data, settings = make_data().to("cuda"), TINY.settings(contender)
     captured = finish(Supervised(TINY, settings, data))
     assert len(captured._learn.graphs) == 2  # for batches of eight, and for the last of four

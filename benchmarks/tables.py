@@ -1,4 +1,4 @@
-"""The cost tables of README.md, docs/speed.md and two pages of docs/guide, written from the committed records.
+"""The cost tables of README.md, docs/speed.md and three pages of docs/guide, written from the committed records.
 
 A table stands between ``<!-- cost: NAME -->`` and ``<!-- end -->``. Run ``python benchmarks/tables.py`` after a new
 record.
@@ -16,7 +16,7 @@ from contenders import ADAM, SGD
 from timing import Row
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md", "docs/guide/constraints.md")
+PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md", "docs/guide/constraints.md", "docs/guide/jax.md")
 BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -297,6 +297,16 @@ def balance() -> str:
     return _table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
 
 
+def jax_steps() -> str:
+    """Make the table of steps of nero.jax beside those of optax."""
+    found = record("jax-gpu")
+    lines = []
+    for row in found["step"]:
+        state = f"{row['state_bytes'] / 1e6:,.1f} MB"
+        lines.append([row["optimiser"], f"{row['milliseconds']:.3g} ms", f"{row['of_adam']:.2f}", state])
+    return f"{found['machine']}, JAX {found['jax']}:\n\n" + _table(["optimiser", "step", "/ Adam", "state"], lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gpu-steps": gpu_steps,
@@ -311,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharded-gpu": sharded_gpu,
     "rank-memory": rank_memory,
     "balance": balance,
+    "jax": jax_steps,
 }
 
 

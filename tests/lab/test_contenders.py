@@ -21,7 +21,7 @@ from nero_lab.protocol import Contender, Seconds, SettingError, Task, linear_dec
 from nero_lab.store import Store
 from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS, depth
-from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS, around_found
+from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS, around
 
 NAMES = list(CONTENDERS)
 each_contender = pytest.mark.parametrize("name", NAMES)
@@ -359,9 +359,9 @@ def test_variant_of_nero_changes_the_run(name):
 
 
 def test_few_rates_surround_the_best_of_the_small_gpt():
-    assert around_found("muon", 3).grid == (0.02, 0.04, 0.08)
-    assert around_found("adamw", 5).grid == (0.00075, 0.0015, 0.003, 0.006, 0.012)
-    assert around_found("muon", 3).options == CONTENDERS["muon"].options
+    assert around("muon", 3).grid == (0.02, 0.04, 0.08)
+    assert around("adamw", 5).grid == (0.00075, 0.0015, 0.003, 0.006, 0.012)
+    assert around("muon", 3).options == CONTENDERS["muon"].options
 
 
 def test_balanced_option_that_names_no_part_is_rejected():

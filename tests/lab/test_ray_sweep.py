@@ -107,7 +107,8 @@ def two_nodes() -> Iterator[Callable[[], None]]:
     small = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     for module in (sys.modules[__name__], photo_cases):
         ray.cloudpickle.register_pickle_by_value(module)  # the workers have nero_lab only
-    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500}  # to notice that a node is dead
+    # to notice soon that a node is dead; sooner, and on a busy machine a live one counts as dead, too
+    soon = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
     cluster = Cluster(initialize_head=True, head_node_args={**small, "_system_config": soon})
     second = cluster.add_node(**small)
     ray.init(cluster.address, log_to_driver=False)

@@ -50,9 +50,9 @@ CONTENDERS: dict[str, Contender] = {
 FOUND = {"muon": 0.04, "muon-balanced": 0.04, "nero": 0.04, "nero-momentum": 0.02}
 
 
-def around_found(name: str, size: int) -> Contender:
-    """Return a contender with few rates, around the best one of the small GPT."""
-    best = FOUND.get(name, CONTENDERS[name].best)
+def around(name: str, size: int, best: float | None = None) -> Contender:
+    """Return a contender with few rates, around a given one, or around the best one of the small GPT."""
+    best = best or FOUND.get(name, CONTENDERS[name].best)
     return replace(CONTENDERS[name], best=best, grid=grid(best, size))
 
 
@@ -79,6 +79,7 @@ VARIANTS: dict[str, Contender] = {
     "fixed-both": _free(0.015, 0.03, fix_mean=True, fix_norm=True),
     "steps-of-the-first-norm": _free(0.015, 0.03, 0.06, fixed_scale=True),
     "steps-of-one": _free(0.005, 0.01, 0.02, neuron_scale=1.0),
+    "muon-without-decay": Contender("muon", 0.04, {"weight_decay": 0.0}, grid=(0.04,)),
     "muon-balanced-blocks": _balanced("blocks"),
     "muon-balanced-embedding": _balanced("embedding"),
     "muon-balanced-head": _balanced("head"),

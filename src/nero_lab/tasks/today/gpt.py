@@ -21,7 +21,7 @@ from torch import nn
 from nero_lab.data import Books, Dataset
 from nero_lab.models.gpt import GPT
 from nero_lab.protocol import Contender, Seconds, Task, warm_up_then_linear
-from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS, around_found
+from nero_lab.tasks.today.contenders import CONTENDERS, VARIANTS, around
 
 #: Intervals of 100 steps.
 INTERVALS, LARGE_INTERVALS, SERIES_INTERVALS = 10, 15, 5
@@ -81,11 +81,11 @@ def language_model(
 
 def _of_series(name: str, depth: int, width: int) -> Task:
     title = f"Does the best rate change with the size? Depth {depth}, width {width}"
-    contenders = {each: around_found(each, SERIES_RATES) for each in SERIES}
+    contenders = {each: around(each, SERIES_RATES) for each in SERIES}
     return language_model(name, title, depth, width, SERIES_INTERVALS, contenders, seeds=1)
 
 
-_OF_LARGE = {each: around_found(each, LARGE_RATES) for each in LARGE}
+_OF_LARGE = {each: around(each, LARGE_RATES) for each in LARGE}
 
 TASKS: tuple[Task, ...] = (
     language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, CONTENDERS),

@@ -30,20 +30,25 @@ WIDTH_INCHES, TEXT_PT = 6.4, 8.5
 def draw(record: dict[str, Any]) -> Figure:
     """Draw a record that has the sections step and growth."""
     shown = drawn_rows(record["step"])
+    # on a CPU a copy is no limit: it reads the lines that it overwrites, and a step has just read them
+    bandwidth = record["copy_bytes_per_second"] if shown[0]["device_milliseconds"] else None
     figure = Figure(figsize=(WIDTH_INCHES, 3.6 + 0.19 * len(shown)), dpi=200)
     figure.set_layout_engine("constrained", h_pad=0.07, hspace=0.03)
     panels = figure.subplot_mosaic(
         [["bars", "bars"], ["parameters", "tensors"]], height_ratios=[0.19 * len(shown), 2.4]
     )
-    draw_bars(panels["bars"], shown, record["copy_bytes_per_second"])
-    draw_growth(panels["parameters"], panels["tensors"], record["growth"], record["copy_bytes_per_second"])
+    draw_bars(panels["bars"], shown, bandwidth)
+    version = {name: record["measured"][name]["nero"] for name in ("step", "growth")}
+    note = "" if version["growth"] == version["step"] else f" ({version['growth']})"
+    draw_growth(panels["parameters"], panels["tensors"], record["growth"], bandwidth, note)
     names = {row["optimiser"] for row in shown + record["growth"]}
     handles = [
         Line2D([], [], color=colour, linestyle=dashes, marker=marker, markersize=5, label=name)
         for name, (colour, dashes, marker) in STYLES.items()
         if name in names
     ]
-    handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="bandwidth of a copy"))
+    if bandwidth:
+        handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="bandwidth of a copy"))
     figure.legend(handles=handles, loc="outside upper left", ncols=3, frameon=False, fontsize=TEXT_PT)
     figure.supxlabel(f"{record['machine']}; torch {record['torch']}", fontsize=8, color=GREY, x=0.99, ha="right")
     return figure
@@ -60,12 +65,11 @@ def drawn_rows(rows: list[Row]) -> list[Row]:
     return [row for row in found if row["optimiser"] in STYLES]
 
 
-def draw_bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
+def draw_bars(axes: Axes, rows: list[Row], bandwidth: float | None) -> None:
     """Draw the time per parameter, which lets networks of all sizes share a scale; longer bars are cut off."""
     names = [name for name in STYLES if any(row["optimiser"] == name for row in rows)]
     sets = list(dict.fromkeys(row["shapes"] for row in rows))
-    floor = SGD_BYTES_PER_PARAMETER / bandwidth
-    unit, scale = ("ns", 1e9) if floor > 1e-10 else ("ps", 1e12)
+    unit, scale = ("ps", 1e12) if bandwidth else ("ns", 1e9)
     by_name = {(row["shapes"], row["optimiser"]): row for row in rows}
     end = 1.45 * max(scale * _seconds_per_parameter(row) for row in rows if row["optimiser"] in (ADAM, NERO))
     for number, shapes in enumerate(sets):
@@ -79,7 +83,7 @@ def draw_bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
             if device:
                 part = length * device / row["milliseconds"]
                 axes.barh(y, min(part, end), height=0.86, color=STYLES[name][0])
-            fraction = row["device_of_copy_bandwidth" if device else "of_copy_bandwidth"]
+            fraction = row["device_of_copy_bandwidth"]
             share = "" if fraction is None else f", {fraction:.0%}"
             text = f"{_three_digits(device or row['milliseconds'])} ms{share}"
             text += f" ({_three_digits(row['milliseconds'])} with the host)" if device else ""
@@ -100,14 +104,16 @@ def draw_bars(axes: Axes, rows: list[Row], bandwidth: float) -> None:
     axes.set_yticks([number * (len(names) + 1.3) + (len(names) - 1) / 2 for number in range(len(sets))])
     axes.set_yticklabels([name.replace(", ", ",\n").replace(" small", "\nsmall") for name in sets], fontsize=TEXT_PT)
     axes.tick_params("y", length=0)
-    axes.axvline(scale * floor, color=GREY, linewidth=0.9)
+    if bandwidth:
+        axes.axvline(scale * SGD_BYTES_PER_PARAMETER / bandwidth, color=GREY, linewidth=0.9)
     axes.set_xlim(0, end)
     axes.invert_yaxis()
-    axes.set_title("A step: time, and share of the bandwidth of a copy", fontsize=9.5, loc="left")
+    title = "A step: time, and share of the bandwidth of a copy" if bandwidth else "A step: time"
+    axes.set_title(title, fontsize=9.5, loc="left")
     _label_axis(axes, f"{unit} per parameter (Adam moves 28 bytes, the others 12)")
 
 
-def draw_growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float) -> None:
+def draw_growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float | None, note: str) -> None:
     """Draw the time by parameters and by tensors, on logarithmic axes."""
     for axes, by in ((middle, "parameters"), (right, "tensors")):
         here = [row for row in rows if row["by"] == by]
@@ -117,16 +123,17 @@ def draw_growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float) ->
                 [row[by] for row in curve], [row["milliseconds"] for row in curve],
                 color=colour, linestyle=dashes, marker=marker, markersize=4, linewidth=1.5,
             )  # fmt: skip
-        ends = [min(here, key=lambda row: row[by]), max(here, key=lambda row: row[by])]
-        floors = [1e3 * SGD_BYTES_PER_PARAMETER * row["parameters"] / bandwidth for row in ends]
-        axes.plot([row[by] for row in ends], floors, color=GREY, linewidth=0.9)
+        if bandwidth:
+            ends = [min(here, key=lambda row: row[by]), max(here, key=lambda row: row[by])]
+            floors = [1e3 * SGD_BYTES_PER_PARAMETER * row["parameters"] / bandwidth for row in ends]
+            axes.plot([row[by] for row in ends], floors, color=GREY, linewidth=0.9)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.grid(which="major", color="#dddddd", linewidth=0.6)
     total = max(row["parameters"] for row in here)
-    middle.set_title("Growth with parameters, ms", fontsize=9.5, loc="left")
+    middle.set_title(f"Growth with parameters, ms{note}", fontsize=9.5, loc="left")
     _label_axis(middle, "parameters, in 1024 x 1024 matrices")
-    right.set_title("Growth with tensors, ms", fontsize=9.5, loc="left")
+    right.set_title(f"Growth with tensors, ms{note}", fontsize=9.5, loc="left")
     _label_axis(right, f"tensors, {total / 1e6:.0f} M parameters in all")
 
 

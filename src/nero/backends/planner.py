@@ -15,8 +15,9 @@ from nero.backends.sweep import Line, Sweep, has_strides
 from nero.rule import statistics_dtype
 from nero.scalars import IMMUTABLE, are_same
 
-#: From this many elements on, numba's loops are worth the time to compile or load them.
-MIN_NUMBA_ELEMENTS = 1 << 20
+#: From this many elements on, numba's loops are worth the time to compile or load them. The calls of torch for a tensor
+#: take as long as for this many elements more.
+MIN_NUMBA_ELEMENTS, ELEMENTS_PER_TENSOR = 1 << 20, 1 << 13
 #: A view with wider gaps than this many times its size is left to torch, if there is momentum.
 MAX_SPAN = 4
 
@@ -110,7 +111,7 @@ def uses_numba(group: Group) -> bool:
     """Return whether numba steps what it can of a group on the CPU."""
     if group.options["backend"] != "auto":
         return bool(group.options["backend"] == "numba")
-    sizes = (member.parameter.numel() for member in group.members if member.parameter.is_cpu)
+    sizes = (member.parameter.numel() + ELEMENTS_PER_TENSOR for member in group.members if member.parameter.is_cpu)
     return sum(sizes) >= MIN_NUMBA_ELEMENTS and numba_works()
 
 

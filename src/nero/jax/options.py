@@ -48,7 +48,7 @@ def check_learning_rate(value: Any) -> None:
     if isinstance(value, str) and value == "auto":
         raise ValueError(
             "learning_rate='auto' is for PyTorch alone, where Nero counts the depth of the network: give 0.1 divided "
-            "by the number of layers, and longest_step=3"
+            "by the number of layers of a plain chain, and longest_step=3"
         )
     if not callable(value):
         checked("learning_rate", value, lambda x: 0 <= x < math.inf, "finite and not negative, like 0.01")

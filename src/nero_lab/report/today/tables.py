@@ -39,7 +39,8 @@ def overview(study: Study) -> str:
 def runs(study: Study) -> str:
     """Count the runs of each task, and name their precision and device."""
     rows = []
-    for task in dict.fromkeys([*RANKED, *(task for tasks in SERIES.values() for task in tasks.values())]):
+    series = (task for tasks in SERIES.values() for task in tasks.values())
+    for task in dict.fromkeys([*RANKED, "gpt-variants", *series]):
         found = study.runs(task)
         tried = [contender for contender in study.contenders(task) if study.search(task, contender)]
         row: list[object] = [task, len(found) or NOT_RUN]
@@ -187,16 +188,16 @@ def airbench(study: Study) -> str:
 
 
 def airbench_rates(study: Study) -> str:
-    """List the mean accuracy at each rate that was tried, with the number of runs."""
+    """List the accuracy of the first seed at each rate that was tried, and the mean of all runs."""
     rows = []
     for contender in study.ranking("airbench"):
-        for rate in study.search("airbench", contender):
+        for rate, first in study.search("airbench", contender).items():
             values = [run.value for run in study.at_rate("airbench", contender, rate)]
-            mean = 100 - statistics.fmean(values)
-            rows.append(
-                [_name(contender), f"{rate:g}", len(values), f"{mean:.3f}" if math.isfinite(mean) else "diverged"]
-            )
-    return render_table(["contender", "rate", "runs", "mean accuracy, %"], rows) if rows else NOT_RUN
+            found = (100 - first.value, 100 - statistics.fmean(values))
+            accuracies = [f"{each:.3f}" if math.isfinite(each) else "diverged" for each in found]
+            rows.append([_name(contender), f"{rate:g}", accuracies[0], len(values), accuracies[1]])
+    head = ["contender", "rate", "accuracy of the first seed, %", "runs", "mean accuracy, %"]
+    return render_table(head, rows) if rows else NOT_RUN
 
 
 def figure(study: Study, name: str) -> str:

@@ -234,7 +234,10 @@ def test_half_precision_stops_at_its_largest_number():
         ({"beta": None}, "beta must be in"),
         ({"learning_rate": [0.1]}, "learning_rate must be"),
         ({"learning_rate": "0.1"}, "learning_rate must be a number"),
-        ({"learning_rate": "auto"}, "PyTorch alone.*0.1 divided by the number of layers, and longest_step=3"),
+        (
+            {"learning_rate": "auto"},
+            "PyTorch alone.*0.1 divided by the number of layers of a plain chain, and longest_step=3",
+        ),
         ({"nesterov": "no"}, "nesterov must be True or False"),
     ],
 )

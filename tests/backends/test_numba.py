@@ -181,3 +181,17 @@ def test_auto_uses_numba_from_a_minimum_size(monkeypatch: pytest.MonkeyPatch, le
     optimiser.step()
     sweeps = optimiser._plan._plan._planner._sweeps
     assert [type(each) for each in sweeps] == ([sweep.NumbaSweep] if is_used else [])
+
+
+def test_auto_does_without_a_numba_that_does_not_compile():
+    code = (
+        "import torch, nero\n"
+        "layer = torch.nn.Linear(1024, 1024)\n"
+        "optimiser = nero.Nero(layer)\n"
+        "layer(torch.ones(1, 1024)).sum().backward()\n"
+        "optimiser.step()\n"
+        "print(nero.is_balanced(layer))"
+    )
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "True\n"

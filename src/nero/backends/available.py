@@ -28,12 +28,12 @@ def is_installed(library: str) -> bool:
 
 @cache
 def numba_works() -> bool:
-    """Return whether numba is installed, matches the installed numpy, and finds a cache folder."""
+    """Return whether numba is installed, compiles, matches the installed numpy, and finds a cache folder."""
     try:
-        import nero.backends.numba.loops  # noqa: F401
+        from nero.backends.numba import loops
     except Exception:
         return False
-    return True
+    return hasattr(loops.do_pieces, "py_func")  # compiled: without NUMBA_DISABLE_JIT
 
 
 @cache

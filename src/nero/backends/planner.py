@@ -111,7 +111,8 @@ def uses_numba(group: Group) -> bool:
     """Return whether numba steps what it can of a group on the CPU."""
     if group.options["backend"] != "auto":
         return bool(group.options["backend"] == "numba")
-    sizes = (member.parameter.numel() + ELEMENTS_PER_TENSOR for member in group.members if member.parameter.is_cpu)
+    own = (member.parameter for member in group.members)
+    sizes = (each.numel() + ELEMENTS_PER_TENSOR for each in own if each.is_cpu and each.dtype in NUMBA_DTYPES)
     return sum(sizes) >= MIN_NUMBA_ELEMENTS and numba_works()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nero
 from nero.backends import available
 from nero.backends.triton import sweep
-from nero.backends.triton.sweep import Upload
+from nero.backends.triton.sweep import DROPPED, Upload, drop
 from nero.backends.triton.tables import RECORD_FIELDS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -199,27 +199,59 @@ def test_buffer_waits_until_the_device_has_read_it(monkeypatch: pytest.MonkeyPat
         def query(self) -> bool:
             return self.is_done
 
-        def record(self) -> None:
+        def record(self, stream: object) -> None:
+            assert stream == "current"
             self.is_done = False
 
     events = [Event() for _ in range(3)]
-    upload = Upload(2, torch.device("cpu"))
+    upload = Upload(torch.zeros(2, dtype=torch.int64))
     buffers = [upload._buffer() for _ in range(4)]
     monkeypatch.setattr(upload, "_is_cuda", True)
     monkeypatch.setattr(upload, "_buffer", iter(buffers).__next__)  # the first is for a capture
     monkeypatch.setattr(torch.cuda, "Event", iter(events).__next__)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "current")
     for number in (1, 2):
         assert upload.write([number, 0]).tolist() == [number, 0]
+        upload.mark(0)
     events[1].is_done = True  # the first copy is read before the second
     upload.write([3, 0])
+    upload.mark(0)
     events[0].is_done = True
     upload.write([4, 0])
+    upload.mark(0)
     assert [int(tensor[0]) for tensor, _ in buffers[1:]] == [4, 2, 3]
-    table, buffer = upload.capture([5, 0])
-    assert table.tolist() == buffer.tolist() == [5, 0]
+    buffer, _ = upload.capture([5, 0])
     assert buffer is buffers[0][0]
+    assert buffer.tolist() == [5, 0]
     with pytest.raises(RuntimeError, match="between two captures"):
         upload.capture([6, 0])
+    drop(upload._buffers)  # as when the upload is gone
+    assert [int(tensor[0]) for (tensor, _), _ in DROPPED] == [3, 4]  # the second is read
+    for event in events:
+        event.is_done = True
+    drop([])
+    assert not DROPPED
+
+
+@pytest.mark.gpu
+def test_overlapping_launches_read_what_this_step_has_counted():
+    """Steps of many launches, whose rate and gradients change at each, are queued without a wait."""
+    torch.manual_seed(0)
+    shapes = [(700, 511), (3, 40_003), (900, 3), (64,), (300, 2048), (60, 9000)]
+    start = [torch.randn(shape, device="cuda") for shape in shapes] + [torch.randn(96, 80, device="cuda").t()]
+    grads = [[torch.randn_like(each) for each in start] for _ in range(20)]
+    ends = []
+    for backend in ("foreach", "triton"):
+        parameters = [nn.Parameter(each.clone()) for each in start]
+        optimiser = nero.Nero(parameters, momentum=0.9, backend=backend)
+        for number in range(60):
+            optimiser.param_groups[0]["lr"] = 0.0 if number % 3 else 0.02 / (1 + number)
+            for parameter, grad in zip(parameters, grads[number % 20], strict=True):
+                parameter.grad = grad
+            optimiser.step()
+        ends.append(parameters)
+    for expected, parameter in zip(*ends, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

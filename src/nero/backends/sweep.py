@@ -24,6 +24,9 @@ try:
 except (ImportError, AttributeError):  # a future torch: every tensor is then checked one by one
     TensorGuards = None
 
+#: Compares the addresses of tensors at some indices; with CUDA only.
+_ARE_AT: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
 _grad = attrgetter("grad")
 _END = object()
 
@@ -72,6 +75,7 @@ class Sweep(ABC):
         self._buffers = [state["momentum_buffer"] for state in states if "momentum_buffer" in state]
         self._buffer_strides = list(map(Tensor.stride, self._buffers))
         self._addresses = list(map(Tensor.data_ptr, self._parameters))
+        self._indices = list(range(len(self._parameters)))
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._strides = list(map(Tensor.stride, self._parameters))
         self._dtypes = [parameter.dtype for parameter in self._parameters]
@@ -107,17 +111,22 @@ class Sweep(ABC):
 
     def look(self) -> list[int] | None:
         """Return the addresses of the gradients, 0 for none; ``None`` if the sweep must be built anew."""
-        if list(map(Tensor.data_ptr, self._parameters)) != self._addresses:
+        if not self._are_at(self._parameters, self._addresses):
             return None
         self._grads = grads = list(map(_grad, self._holders))
         with torch.enable_grad():  # the guard reads requires_grad
             is_unchanged = self._is_unchanged(*self._parameters, *grads)
         if not is_unchanged:
             return self._look_closely(grads)
-        addresses = list(map(Tensor.data_ptr, grads))
-        if addresses == self._known:
+        if self._known and self._are_at(grads, self._known):
             return self._known
+        addresses = list(map(Tensor.data_ptr, grads))
         return addresses if self._accepts(addresses) else None
+
+    def _are_at(self, tensors: Sequence[Tensor], addresses: list[int]) -> bool:
+        if _ARE_AT is not None:
+            return bool(_ARE_AT(tensors, addresses, self._indices))
+        return list(map(Tensor.data_ptr, tensors)) == addresses
 
     def has_state(self) -> bool:
         """Return whether the state holds the same tensors at the same addresses, with the same strides."""

@@ -23,10 +23,14 @@ from nero.backends.triton.kernels import (
     RADIUS,
     SIZES,
     STRIDE,
+    WAITS_LAST,
     WEIGHT,
+    begin,
     element_offset,
+    finish,
     load_float,
     load_pointer,
+    load_size,
     mean_of,
     solve,
     summed,
@@ -59,7 +63,7 @@ def _load(
     m = w
     if MOMENTUM:
         m = tl.load(buffer + at, elements, 0, eviction_policy=CACHE).to(tl.float32)
-        u = mean_of(m, u, tl.load(sizes + 2))
+        u = mean_of(m, u, load_size(sizes, 2))
     return k, at, elements, w, u, m
 
 
@@ -76,7 +80,7 @@ def _store(
     bits = draw(noise, k, i, 1 - AXIS, not MOMENTUM) if STOCHASTIC else 0
     tl.store(weight + at, rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1), elements)
     if MOMENTUM:
-        m = tl.where(tl.expand_dims(ordinary, AXIS), mean_of(m, u, tl.load(sizes + 3)), m)
+        m = tl.where(tl.expand_dims(ordinary, AXIS), mean_of(m, u, load_size(sizes, 3)), m)
         tl.store(buffer + at, rounded(m, W, bits >> BUFFER_SHIFT, STOCHASTIC), elements)
 
 
@@ -95,18 +99,21 @@ def turn_block(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, FOLD: tl.constexpr, AXIS: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr,
     FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn a block of ``BN`` neurons, in chunks of ``BK`` elements if ``FOLD`` is not zero.
 
     ``AXIS`` is that of a neuron's elements in a block: 0 for neurons that lie side by side, as columns do.
     """
+    begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner)
+    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
     if grad == 0:
+        finish(OVERLAP)
         return
     record = records + owner.to(tl.int64) * FIELDS
     sizes = step_sizes + SIZES * owner
-    rate, least = tl.load(sizes), tl.load(sizes + 1)
+    rate, least = load_size(sizes, 0), load_size(sizes, 1)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
         noise = noise_key(noise, owner)
@@ -178,3 +185,4 @@ def turn_block(
         square, radius, rate, least, tl.cdiv(fan_in, BK // SLICES), BK // SLICES, AXIS, False, W, FIX_MEAN, FIX_NORM,
         SCALED, STOCHASTIC, MOMENTUM,
     )  # fmt: skip
+    finish(OVERLAP)

@@ -7,8 +7,9 @@ of any float32.
 
 A *record* is a row of int64s about one tensor: addresses, layout and constants (floats by their bits).
 ``changing`` holds what may change between steps: the address of each gradient, 0 for none, then five words
-per group about its learning rate and momentum (see :func:`count`). ``step_sizes`` holds four numbers per tensor
-that :func:`count` computes from it. A *tile* is the work of one program; ``owners`` maps programs to records.
+per group about its learning rate and momentum (see :func:`count`, which copies it from the host's memory).
+``step_sizes`` holds four numbers per tensor that :func:`count` computes from it. A *tile* is the work of one
+program; ``owners`` maps programs to records.
 
 With momentum, the direction u takes the place of g: a mean of g and the buffer m, of which u keeps a share. The
 new m is a mean of the old m and u, so that g is not needed after u is known.
@@ -27,6 +28,11 @@ from nero.backends.triton.rounding_kernels import (
     rounded,
 )
 from nero.rule import SCALE_AT_ORIGIN
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # a build for other GPUs
+    gdc_launch_dependents = gdc_wait = None
 
 # the fields of a record, in the order of tables.RECORD_FIELDS
 WEIGHT = tl.constexpr(0)
@@ -67,6 +73,10 @@ ORIGIN_SCALE = tl.constexpr(SCALE_AT_ORIGIN)
 GAIN_SHARE = tl.constexpr(8)
 #: Narrower neurons fill half of a tile.
 MIN_FULL_WIDTH = tl.constexpr(256)
+#: Tiles of this size have several warps, which add up faster if they exchange all sums at once.
+MIN_JOINT_TILE = tl.constexpr(2048)
+#: Whether a launch overlaps with the one before (0 for not), and when it waits for that one to end.
+STARTS, WAITS_FIRST, WAITS_LAST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 #: The words of a group in ``changing``.
 GROUP_WORDS = tl.constexpr(5)
 #: The numbers of a tensor in ``step_sizes``: η σ sqrt(1 - β^t), the least divisor, and the shares that u and the new m
@@ -75,9 +85,31 @@ SIZES = tl.constexpr(4)
 
 
 @triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """Wait for the launch before, if ``OVERLAP`` says so, and let the next start where this one leaves room."""
+    if OVERLAP == WAITS_FIRST:
+        gdc_wait()
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def finish(OVERLAP: tl.constexpr):
+    """Wait for the launch before, if :func:`begin` did not: a launch that follows must find all of them done."""
+    if OVERLAP == WAITS_LAST:
+        gdc_wait()
+
+
+@triton.jit
 def load_float(record, field: tl.constexpr):
     """Load a float from its bits."""
     return tl.load(record + field).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def load_size(sizes, number: tl.constexpr):
+    """Load a number of ``step_sizes``, past the multiprocessor's own cache: a launch before has just written it."""
+    return tl.load(sizes + number, cache_modifier=".cg")
 
 
 @triton.jit
@@ -120,9 +152,9 @@ def _add(a, b, c, d, e, v, w, x, y, z):
 
 
 @triton.jit
-def summed(a, b, c, d, e, AXIS: tl.constexpr):
-    """Sum five tiles along an axis, in one exchange between warps."""
-    if IS_INTERPRETED:  # the interpreter calls _add for each element
+def summed(a, b, c, d, e, AXIS: tl.constexpr, JOINTLY: tl.constexpr = True):
+    """Sum five tiles along an axis; jointly in one exchange between warps."""
+    if IS_INTERPRETED or not JOINTLY:  # the interpreter calls _add for each element
         sums = tl.sum(a, AXIS), tl.sum(b, AXIS), tl.sum(c, AXIS), tl.sum(d, AXIS), tl.sum(e, AXIS)
     else:
         sums = tl.reduce((a, b, c, d, e), AXIS, _add)
@@ -130,11 +162,19 @@ def summed(a, b, c, d, e, AXIS: tl.constexpr):
 
 
 @triton.jit
-def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr, MOMENTUM: tl.constexpr):
-    """Count the step of every tensor that has a gradient, and compute its ``step_sizes``."""
+def count(
+    records, source, changing, step_sizes, tensors, words, BLOCK: tl.constexpr, MOMENTUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Count the step of every tensor that has a gradient, and compute its ``step_sizes``.
+
+    ``source`` has the words of ``changing``, in the host's memory if they are new.
+    """
+    begin(OVERLAP)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < tensors
-    inside &= tl.load(changing + i, inside, 0) != 0
+    word = tl.load(source + i, i < words, 0)
+    tl.store(changing + i, word, i < words)
+    inside = (i < tensors) & (word != 0)
     record = records + i * FIELDS
     step = tl.load(record + STEP, inside, 0).to(tl.pointer_type(tl.float32))
     t = tl.load(step, inside, 0) + 1
@@ -145,7 +185,7 @@ def count(records, changing, step_sizes, tensors, BLOCK: tl.constexpr, MOMENTUM:
     own_scale = tl.load(own.to(tl.pointer_type(tl.float32)), inside & (own != 0), 1).to(tl.float64)
     scale = tl.where(scale > 0, scale, own_scale)
     # the learning rate: a factor, times a float32 or float64 in memory if there is one
-    rate = changing + tensors + GROUP_WORDS * tl.load(record + GROUP, inside, 0)
+    rate = source + tensors + GROUP_WORDS * tl.load(record + GROUP, inside, 0)
     single = tl.load(rate, inside, 0)
     double = tl.load(rate + 1, inside, 0)
     lr = tl.load(rate + 2, inside, 0).to(tl.float64, bitcast=True)
@@ -256,7 +296,7 @@ def turn_precisely(
             w = tl.load(weight + at, some, 0).to(tl.float64)
             if MOMENTUM:
                 m = tl.load(buffer + at, some, 0).to(tl.float64)
-                g = mean_of(m, g, tl.load(sizes + 2))
+                g = mean_of(m, g, load_size(sizes, 2))
             sum_w += tl.sum(w, AXIS)
             sum_g += tl.sum(g, AXIS)
             sum_ww += tl.sum(w * w, AXIS)
@@ -273,8 +313,8 @@ def turn_precisely(
             bits = draw(noise, i, k, AXIS, False) if STOCHASTIC else 0
             if MOMENTUM:
                 m = tl.load(buffer + at, some, 0).to(tl.float64)
-                g = mean_of(m, g, tl.load(sizes + 2))
-                m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+                g = mean_of(m, g, load_size(sizes, 2))
+                m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
                 tl.store(buffer + at, m, some & tl.expand_dims(finite, AXIS))
             out = (w - tl.expand_dims(f, AXIS) * g - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
             tl.store(weight + at, rounded(out, W, bits, STOCHASTIC), some & tl.expand_dims(moving, AXIS))
@@ -323,7 +363,7 @@ def _turn_tile(
         if ALIGNED:
             buffer = tl.multiple_of(buffer, 16)
         m = tl.load(buffer + at, elements, 0).to(tl.float32)
-        g = mean_of(m, g, tl.load(sizes + 2))
+        g = mean_of(m, g, load_size(sizes, 2))
     averages = load_pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0)
     beta = load_float(record, BETA)
@@ -332,17 +372,20 @@ def _turn_tile(
     if FIX_NORM >= 2:
         radius = tl.load(load_pointer(record, RADIUS, tl.float32) + i, inside, 1)
 
-    square = tl.sum(g * g, 1)
+    sum_w, sum_g, sum_ww, square, sum_wg = summed(w, g, w * w, g * g, w * g, 1, TILE >= MIN_JOINT_TILE or MOMENTUM)
     average, f, mean, stretch, moving, _, ordinary = solve(
-        tl.sum(w, 1), tl.sum(g, 1), tl.sum(w * w, 1), square, tl.sum(w * g, 1), old_average, fan_in, beta,
-        one_minus_beta, rate, least, radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
+        sum_w, sum_g, sum_ww, square, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN,
+        FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
-    out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
+    if TILE >= MIN_JOINT_TILE or MOMENTUM:
+        out = w * stretch[:, None] - (g * (f * stretch)[:, None] + (mean * stretch)[:, None])
+    else:  # one operation more per element, and fewer registers
+        out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
     bits = draw(noise, i, k, 1, not MOMENTUM) if STOCHASTIC else 0
     out = rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1)
     tl.store(weight + at, out, elements & (moving & ordinary)[:, None])
     if MOMENTUM:
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer + at, m, elements & ordinary[:, None])
     tl.store(averages, average, inside & ordinary)
     turn_precisely(
@@ -370,7 +413,7 @@ def _nudge_tile(
     if MOMENTUM:
         buffer = load_pointer(record, BUFFER, W) + at
         m = tl.load(buffer, inside, 0).to(tl.float64)
-        g = mean_of(m, g, tl.load(sizes + 2))
+        g = mean_of(m, g, load_size(sizes, 2))
     averages = load_pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0).to(tl.float64)
     beta = load_float(record, BETA)
@@ -389,7 +432,7 @@ def _nudge_tile(
     bits = mixed(i, noise.to(tl.uint32), (noise >> 32).to(tl.uint32)) if STOCHASTIC else 0
     tl.store(weight, rounded(out, W, bits, STOCHASTIC), moving)
     if MOMENTUM:
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, inside & finite)
     tl.store(averages, average, inside)
     skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
@@ -401,16 +444,18 @@ def _nudge_tile(
 def step(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     SHAPES: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Step one tile of gains, biases or whole neurons. ``SHAPES`` has a bit for each shape of tile."""
+    begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner)
+    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
     if grad == 0:
+        finish(OVERLAP)
         return
     record = records + owner.to(tl.int64) * FIELDS
     sizes = step_sizes + SIZES * owner
-    rate, least = tl.load(sizes), tl.load(sizes + 1)
+    rate, least = load_size(sizes, 0), load_size(sizes, 1)
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
@@ -425,3 +470,4 @@ def step(
                         record, grad, rate, least, sizes, noise, tile, W, G, TILE, 1 << (each // 2), each % 2,
                         FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC, MOMENTUM,
                     )  # fmt: skip
+    finish(OVERLAP)

@@ -19,10 +19,14 @@ from nero.backends.triton.kernels import (
     SIZES,
     SKIPPED,
     SUMS,
+    WAITS_LAST,
     WEIGHT,
+    begin,
     element_offset,
+    finish,
     load_float,
     load_pointer,
+    load_size,
     mean_of,
     neuron_offset,
     solve,
@@ -62,11 +66,14 @@ def _piece(
 def measure(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STRIDED: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Sum over a split tile."""
+    begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner)
+    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
     if grad == 0:
+        finish(OVERLAP)
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
@@ -77,7 +84,7 @@ def measure(
     w = tl.load(weight, elements, 0).to(tl.float64)
     if MOMENTUM:
         m = tl.load(buffer, elements, 0).to(tl.float64)
-        g = mean_of(m, g, tl.load(step_sizes + SIZES * owner + 2))
+        g = mean_of(m, g, load_size(step_sizes + SIZES * owner, 2))
     axis: tl.constexpr = 0 if STRIDED else 1
     pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
     piece = tile % pieces
@@ -92,6 +99,7 @@ def measure(
     if piece > 0:
         old_average *= 0.0
     tl.store(to + 5, old_average, inside)
+    finish(OVERLAP)
 
 
 @triton.jit
@@ -99,11 +107,14 @@ def turn(
     owners, records, changing, step_sizes, sums, noise, W: tl.constexpr, G: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STRIDED: tl.constexpr, CONTIGUOUS: tl.constexpr, ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr,
     FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn a split tile, after :func:`measure`."""
+    begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner)
+    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
     if grad == 0:
+        finish(OVERLAP)
         return
     record = records + owner.to(tl.int64) * FIELDS
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
@@ -134,7 +145,7 @@ def turn(
     average, f, mean, stretch, moving, finite, _ = solve(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, load_float(record, BETA),
         load_float(record, ONE_MINUS_BETA),
-        tl.load(sizes), tl.load(sizes + 1), radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
+        load_size(sizes, 0), load_size(sizes, 1), radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     axis: tl.constexpr = 0 if STRIDED else 1
     w, g = w.to(tl.float64), g.to(tl.float64)
@@ -144,8 +155,8 @@ def turn(
         bits = 0
     if MOMENTUM:
         m = tl.load(buffer, elements, 0).to(tl.float64)
-        g = mean_of(m, g, tl.load(sizes + 2))
-        m = rounded(mean_of(m, g, tl.load(sizes + 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        g = mean_of(m, g, load_size(sizes, 2))
+        m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, elements & tl.expand_dims(finite, axis))
     out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
     tl.store(weight, rounded(out, W, bits, STOCHASTIC), elements & tl.expand_dims(moving, axis))
@@ -154,3 +165,4 @@ def turn(
         skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
         if skipped > 0:
             tl.atomic_add(load_pointer(record, SKIPPED, tl.int64), skipped.to(tl.int64))
+    finish(OVERLAP)

@@ -2,8 +2,9 @@
 
 import ctypes
 import struct
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import or_
@@ -20,6 +21,8 @@ from nero.backends.triton.tables import MAX_COUNT, bits, is_aligned, make_tables
 
 #: A tensor of the host, and its memory, which is filled without a call of torch.
 Buffer: TypeAlias = tuple[Tensor, Any]
+#: Buffers of uploads that are gone, which the device may still read, with the events of the reading.
+DROPPED: list[tuple[Buffer, Any]] = []
 
 
 class TritonSweep(Sweep):
@@ -35,7 +38,7 @@ class TritonSweep(Sweep):
         self._groups = 1 + max(line.group for line in lines)  # groups behind these have no parameter here
         self._rates: Sequence[Rates] = ()
         self._words: list[int] = []
-        self._upload = Upload(len(lines) + 5 * self._groups, self._device)
+        self._upload = Upload(self._tables.changing)
         self._uploaded: tuple[list[int], list[int]] = ([], [])
         self._on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
@@ -67,22 +70,31 @@ class TritonSweep(Sweep):
             self._words = [word for rate in rates[: self._groups] for word in self._encode(rate)]
         is_cuda = self._device.type == "cuda"
         with self._on_device:
-            is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
-            changing = self._capture(addresses) if is_captured else self._write(addresses)
             stream = torch._C._cuda_getCurrentRawStream(self._device.index) if is_cuda else 0
-            # torch's own generator is the one that replays draw new numbers from
-            self._launch(changing, stream, None if is_captured else self._generator)
+            if is_cuda and torch.cuda.is_current_stream_capturing():
+                # each replay reads words of its own, and draws from torch's generator, which gives it new numbers
+                source, changing = self._upload.capture(addresses + self._words)
+                self.captured += [source, changing, *self._borrowed]
+                self._launch(source, changing, stream, None)
+            else:
+                has_changed = addresses is not self._uploaded[0] or self._words != self._uploaded[1]
+                source = self._upload.write(addresses + self._words if has_changed else None)
+                self._launch(source, self._tables.changing, stream, self._generator)
+                self._uploaded = (addresses, self._words)
 
-    def _launch(self, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:
-        records, step_sizes, sums, counting, launches = self._tables
-        tables: list[Tensor | int] = [records, changing, step_sizes]
-        at = [table.data_ptr() for table in (records, changing, step_sizes, sums)]
-        counting(stream, [*tables, len(self._parameters)], [*at[:3], len(self._parameters)])
+    def _launch(self, source: Tensor, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:
+        records, _, step_sizes, sums, counting, launches = self._tables
+        tables = [records, source, changing, step_sizes]
+        at = [table.data_ptr() for table in (*tables, sums)]
+        sizes = [len(self._parameters), len(changing)]
+        counting(stream, [*tables, *sizes], [*at[:4], *sizes])
+        self._upload.mark(stream)
         noise = changing
         if self._is_stochastic:
             noise = torch.randint(1 << 62, (1,), device=self._device, generator=generator)
+        tables, at = [records, changing, step_sizes, sums, noise], [at[0], *at[2:], noise.data_ptr()]
         for launch, owners in launches:
-            launch(stream, [owners, *tables, sums, noise], [owners.data_ptr(), *at, noise.data_ptr()])
+            launch(stream, [owners, *tables], [owners.data_ptr(), *at])
 
     def _encode(self, rates: Rates) -> tuple[int, int, int, int, int]:
         """Encode the rates of a group.
@@ -100,65 +112,60 @@ class TritonSweep(Sweep):
         address = lr.data_ptr()
         return (*((address, 0) if lr.dtype == torch.float32 else (0, address)), bits(factor), *shares)
 
-    def _write(self, addresses: list[int]) -> Tensor:
-        """Copy the addresses and rates to the device, if they have changed."""
-        if addresses is self._uploaded[0] and self._words == self._uploaded[1]:
-            return self._upload.write(None)
-        table = self._upload.write(addresses + self._words)
-        self._uploaded = (addresses, self._words)
-        return table
-
-    def _capture(self, addresses: list[int]) -> Tensor:
-        """Copy the addresses and rates within a graph, which keeps what it reads."""
-        table, buffer = self._upload.capture(addresses + self._words)
-        self.captured += [table, buffer, *self._borrowed]
-        return table
-
 
 class Upload:
-    """A table of integers on a device, which the host rewrites between steps without waiting for the device.
+    """Integers that the host gives to a kernel, without waiting for the device.
+
+    The kernel reads them from the host's memory, and keeps them in a table on the device.
 
     Args:
-        size: the number of integers.
-        device: the device of the table.
+        table: the table.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._table = torch.zeros(size, dtype=torch.int64, device=device)
-        self._pack = struct.Struct(f"{size}q").pack_into
+    def __init__(self, table: Tensor) -> None:
+        self._table, self._is_cuda = table, table.is_cuda
+        self._pack = struct.Struct(f"{len(table)}q").pack_into
         self._buffers: deque[tuple[Buffer, Any]] = deque()  # the one in use the longest is first
+        weakref.finalize(self, drop, self._buffers).atexit = False
+        self._unread: Any = None  # the event of a buffer for which no kernel has been launched yet
+        self._stream: tuple[int, Any] = (-1, None)  # kept, since finding it takes time
         self._spare: Buffer | None = None  # for a capture, which cannot allocate pinned memory
 
     def write(self, words: Sequence[int] | None) -> Tensor:
-        """Copy integers to the table, and return it; ``None`` leaves the table as it is."""
+        """Return where a kernel finds these integers; for ``None``, those of before, which the table has."""
         if self._spare is None:
             self._spare = self._buffer()
         if words is None:
             return self._table
         if not self._is_cuda:
-            return self._table.copy_(self._fill(self._spare, words))
+            return self._fill(self._spare, words)
         # the host may be many steps ahead: a buffer is free when the device has read it
         if self._buffers and self._buffers[0][1].query():
             self._buffers.rotate(-1)
         else:
             self._buffers.append((self._buffer(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
-        buffer, is_read = self._buffers[-1]
-        self._table.copy_(self._fill(buffer, words), non_blocking=True)
-        is_read.record()
-        return self._table
+        buffer, self._unread = self._buffers[-1]
+        return self._fill(buffer, words)
+
+    def mark(self, stream: int) -> None:
+        """Note that the kernel which reads the integers is launched on a stream, the current one."""
+        if self._unread is None:
+            return
+        if stream != self._stream[0]:
+            self._stream = (stream, torch.cuda.current_stream())
+        self._unread.record(self._stream[1])
+        self._unread = None
 
     def capture(self, words: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Copy integers within a CUDA graph, which repeats the copy at each replay.
+        """Write integers for a CUDA graph, whose kernel reads them again at each replay.
 
         Returns:
-            A table for this graph alone, and its buffer. Both must live as long as the graph.
+            The host's memory, and a table for this graph alone. Both must live as long as the graph.
         """
         if self._spare is None:
             raise RuntimeError("take a step outside of the capture between two captures")
-        buffer, table = self._fill(self._spare, words), torch.empty_like(self._table)
-        self._spare = None
-        return table.copy_(buffer, non_blocking=True), buffer
+        buffer, self._spare = self._fill(self._spare, words), None
+        return buffer, torch.empty_like(self._table)
 
     @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
     def _buffer(self) -> Buffer:
@@ -170,3 +177,8 @@ class Upload:
         tensor, memory = buffer
         self._pack(memory, 0, *words)
         return tensor
+
+
+def drop(buffers: Iterable[tuple[Buffer, Any]]) -> None:
+    """Keep buffers until the device has read them: torch does not know that a kernel reads its memory."""
+    DROPPED[:] = [each for each in (*DROPPED, *buffers) if not each[1].query()]

@@ -5,6 +5,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ TILES: dict[int, dict[int, Tile]] = {
 #: For longer rows that cannot be read sixteen bytes at a time: with two rows, a program could not load both at once.
 UNALIGNED_TILES = {512: Tile(1, 64, 96)}
 MIN_UNALIGNED_FAN_IN = 257
+#: Words that a program of ``kernels.count`` copies, and tensors that it counts.
+COUNT_BLOCK = 128
 #: The longest neuron that one program steps, and its warps at most.
 MAX_FAN_IN, MAX_WARPS = 16384, 16
 #: The most neurons of a tensor, and elements of a neuron: kernels count them by int32, up to a tile beyond the last.
@@ -104,21 +107,27 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Launch:
-    """Programs of one kernel that differ only in the tensors they work on."""
+    """Programs of one kernel that differ only in the tensors they work on.
+
+    ``is_early`` if they may start before the launch before has ended.
+    """
 
     kernel: Any
     programs: int
     constants: dict[str, Any]
     warps: int
     registers: int | None = None
+    is_early: bool = False
     compiled: Callable[..., object] | None = None
 
     def __call__(self, stream: int, tables: Sequence[Tensor | int], addresses: Sequence[int]) -> None:
         """Launch on tables; from the second time on by their addresses, without Triton's argument handling."""
         if self.compiled is None:
-            options = {"num_warps": self.warps}
+            options = {"num_warps": self.warps, "enable_fp_fusion": True}  # from Triton 3.10 on not the default
             if self.registers and torch.version.hip is None:
                 options["maxnreg"] = self.registers
+            if self.is_early:
+                options["launch_pdl"] = True
             compiled = self.kernel[(self.programs,)](*tables, **self.constants, **options)
             self.compiled = None if compiled is None else compiled[(self.programs, 1, 1)]
         else:
@@ -129,6 +138,7 @@ class Tables(NamedTuple):
     """The tables of a sweep on its device, and its launches, each with the owners of its programs."""
 
     records: Tensor
+    changing: Tensor
     step_sizes: Tensor
     sums: Tensor
     counting: Launch
@@ -149,10 +159,11 @@ def is_aligned(line: Line) -> bool:
 
 def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.device) -> Tables:
     """Write a record for every tensor, and deal the tensors out to launches and programs."""
-    from nero.backends.triton import kernels
+    from nero.backends.triton import kernels, split_kernels
 
     records: list[list[int]] = [[] for _ in lines]
     launches: list[tuple[Launch, Tensor]] = []
+    overlaps = _can_overlap(device)
     sums = 0
     for kind, members in _by_kind(lines, aligned).items():
         owners, shapes = array("i"), 0
@@ -164,16 +175,32 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
             shapes |= 1 << shape
             sums += 6 * line.layout.neurons * pieces
         on_device = placed(torch.frombuffer(owners, dtype=torch.int32), device)
-        launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
-    has_momentum = any(line.job.buffer is not None for line in lines)
-    words = array("q", [word for record in records for word in record])
+        for launch in _launches(kind, shapes, len(owners)):
+            # what counting has written is read by the first launch, and by the others after it; see kernels.begin
+            needs_last = not launches or launch.kernel is split_kernels.turn
+            waits = kernels.WAITS_FIRST if needs_last else kernels.WAITS_LAST
+            launch.constants["OVERLAP"] = waits.value if overlaps else 0
+            launch.is_early = overlaps
+            launches.append((launch, on_device))
+    words = len(lines) + kernels.GROUP_WORDS.value * (1 + max(line.group for line in lines))
+    counting = {
+        "BLOCK": COUNT_BLOCK,
+        "MOMENTUM": any(line.job.buffer is not None for line in lines),
+        "OVERLAP": kernels.STARTS.value if overlaps else 0,
+    }
     return Tables(
-        placed(torch.frombuffer(words, dtype=torch.int64), device),
+        placed(torch.frombuffer(array("q", chain.from_iterable(records)), dtype=torch.int64), device),
+        torch.zeros(words, dtype=torch.int64, device=device),
         torch.empty(kernels.SIZES.value * len(lines), dtype=torch.float64, device=device),
         torch.empty(sums, dtype=torch.float64, device=device),
-        Launch(kernels.count, -(-len(lines) // 128), {"BLOCK": 128, "MOMENTUM": has_momentum}, 4),
+        Launch(kernels.count, -(-words // COUNT_BLOCK), counting, 4),
         launches,
     )
+
+
+def _can_overlap(device: torch.device) -> bool:
+    """Return whether a launch may start before the one before has ended: on NVIDIA's GPUs since Hopper."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def bits(number: float) -> int:

@@ -186,10 +186,10 @@ def test_cpu_tensor_without_interpreter_raises():
 
 
 def test_record_fields_match_the_kernels():
-    from nero.backends.triton import kernels
+    from nero.backends.triton import record_kernels
 
-    places = [getattr(kernels, field.upper()).value for field in RECORD_FIELDS]
-    assert places == list(range(kernels.FIELDS.value))
+    places = [getattr(record_kernels, field.upper()).value for field in RECORD_FIELDS]
+    assert places == list(range(record_kernels.FIELDS.value))
 
 
 def test_buffer_waits_until_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch):

@@ -149,7 +149,7 @@ def test_noise_of_buffer_is_independent_of_the_weights():
 @triton.jit(do_not_specialize=["owner"])  # the kernels load it: a constant 0 or 1 has no methods
 def _draw(out, noise, owner, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr, PAIRED: tl.constexpr):
     i, k = first + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    bits = draw(noise_key(noise, owner), i, k, AXIS, PAIRED).to(tl.int64)
+    bits = draw(noise_key(tl.load(noise), owner), i, k, AXIS, PAIRED).to(tl.int64)
     at = tl.expand_dims(tl.arange(0, ROWS) * WIDTH, AXIS) + tl.expand_dims(k, 1 - AXIS)
     tl.store(out + at, bits)
 

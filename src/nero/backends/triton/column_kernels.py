@@ -8,7 +8,8 @@ registers. If not, it reads them twice, chunk by chunk: the second time from the
 import triton
 import triton.language as tl
 
-from nero.backends.triton.kernels import (
+from nero.backends.triton.kernels import SIZES, mean_of, solve, summed, turn_precisely
+from nero.backends.triton.record_kernels import (
     AVERAGE,
     BETA,
     BUFFER,
@@ -21,20 +22,14 @@ from nero.backends.triton.kernels import (
     ONE_MINUS_BETA,
     OUTER_STRIDE,
     RADIUS,
-    SIZES,
     STRIDE,
-    WAITS_LAST,
     WEIGHT,
     begin,
     element_offset,
     finish,
     load_float,
+    load_new,
     load_pointer,
-    load_size,
-    mean_of,
-    solve,
-    summed,
-    turn_precisely,
 )
 from nero.backends.triton.rounding_kernels import BUFFER_SHIFT, draw, noise_key, rounded
 
@@ -45,7 +40,7 @@ SLICES = tl.constexpr(8)
 @triton.jit
 def _load(
     weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK: tl.constexpr, AXIS: tl.constexpr,
-    ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr, CACHE: tl.constexpr,
+    ALIGNED: tl.constexpr, MOMENTUM: tl.constexpr, OVERLAP: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Load a chunk of a block: element indices, offsets, mask, weights, directions and momentum.
 
@@ -63,7 +58,7 @@ def _load(
     m = w
     if MOMENTUM:
         m = tl.load(buffer + at, elements, 0, eviction_policy=CACHE).to(tl.float32)
-        u = mean_of(m, u, load_size(sizes, 2))
+        u = mean_of(m, u, load_new(sizes + 2, OVERLAP))
     return k, at, elements, w, u, m
 
 
@@ -71,6 +66,7 @@ def _load(
 def _store(
     weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
     W: tl.constexpr, AXIS: tl.constexpr, FIX_NORM: tl.constexpr, STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn a chunk and store it; neurons that do not move, or need float64, keep their values."""
     out = (w - tl.expand_dims(f, AXIS) * u - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
@@ -80,7 +76,7 @@ def _store(
     bits = draw(noise, k, i, 1 - AXIS, not MOMENTUM) if STOCHASTIC else 0
     tl.store(weight + at, rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1), elements)
     if MOMENTUM:
-        m = tl.where(tl.expand_dims(ordinary, AXIS), mean_of(m, u, load_size(sizes, 3)), m)
+        m = tl.where(tl.expand_dims(ordinary, AXIS), mean_of(m, u, load_new(sizes + 3, OVERLAP)), m)
         tl.store(buffer + at, rounded(m, W, bits >> BUFFER_SHIFT, STOCHASTIC), elements)
 
 
@@ -107,16 +103,16 @@ def turn_block(
     """
     begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
+    grad = load_new(changing + owner, OVERLAP)
     if grad == 0:
         finish(OVERLAP)
         return
     record = records + owner.to(tl.int64) * FIELDS
     sizes = step_sizes + SIZES * owner
-    rate, least = load_size(sizes, 0), load_size(sizes, 1)
+    rate, least = load_new(sizes, OVERLAP), load_new(sizes + 1, OVERLAP)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
-        noise = noise_key(noise, owner)
+        noise = noise_key(load_new(noise, OVERLAP), owner)
     weight = tl.load(record + WEIGHT).to(tl.pointer_type(W))
     grad = grad.to(tl.pointer_type(G))
     buffer = weight
@@ -142,7 +138,7 @@ def turn_block(
 
     if FOLD == 0:
         k, at, elements, w, u, m = _load(
-            weight, grad, buffer, sizes, starts, inside, 0, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM, ""
+            weight, grad, buffer, sizes, starts, inside, 0, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM, OVERLAP, ""
         )
         sum_w, sum_u, sum_ww, square, sum_wu = summed(w, u, w * w, u * u, w * u, AXIS)
     else:
@@ -151,7 +147,7 @@ def turn_block(
         for first in range(0, fan_in, BK):
             _, _, _, w, u, _ = _load(
                 weight, grad, buffer, sizes, starts, inside, first, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM,
-                "evict_last",
+                OVERLAP, "evict_last",
             )  # fmt: skip
             part_w += _folded(w, BN, BK, AXIS, FOLD)
             part_u += _folded(u, BN, BK, AXIS, FOLD)
@@ -166,23 +162,23 @@ def turn_block(
     if FOLD == 0:
         _store(
             weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary, W,
-            AXIS, FIX_NORM, STOCHASTIC, MOMENTUM,
+            AXIS, FIX_NORM, STOCHASTIC, MOMENTUM, OVERLAP,
         )  # fmt: skip
     else:
         last = (fan_in - 1) // BK * BK
         for back in range(0, fan_in, BK):  # backwards: the cache is likeliest to have what was read last
             k, at, elements, w, u, m = _load(
                 weight, grad, buffer, sizes, starts, inside, last - back, record, fan_in, BK, AXIS, ALIGNED, MOMENTUM,
-                "evict_first",
+                OVERLAP, "evict_first",
             )  # fmt: skip
             _store(
                 weight, buffer, sizes, noise, i, k, at, elements, w, u, m, f, mean, stretch, moving, ordinary,
-                W, AXIS, FIX_NORM, STOCHASTIC, MOMENTUM,
+                W, AXIS, FIX_NORM, STOCHASTIC, MOMENTUM, OVERLAP,
             )  # fmt: skip
     tl.store(averages, average, inside & ordinary)
     turn_precisely(
         record, weight, grad, buffer, sizes, noise, i, inside & ~ordinary, starts, fan_in, averages, old_average,
         square, radius, rate, least, tl.cdiv(fan_in, BK // SLICES), BK // SLICES, AXIS, False, W, FIX_MEAN, FIX_NORM,
-        SCALED, STOCHASTIC, MOMENTUM,
+        SCALED, STOCHASTIC, MOMENTUM, OVERLAP,
     )  # fmt: skip
     finish(OVERLAP)

@@ -18,6 +18,37 @@ new m is a mean of the old m and u, so that g is not needed after u is known.
 import triton
 import triton.language as tl
 
+from nero.backends.triton.record_kernels import (
+    AVERAGE,
+    BETA,
+    BUFFER,
+    FAN_IN,
+    FIELDS,
+    FIRST_TILE,
+    GIVEN_SCALE,
+    GROUP,
+    INNER,
+    INNER_STRIDE,
+    LEAST_DIVISOR,
+    LOG_BETA,
+    NEURONS,
+    ONE_MINUS_BETA,
+    OUTER_STRIDE,
+    PULL,
+    RADIUS,
+    SCALE,
+    SHAPE,
+    SKIPPED,
+    STEP,
+    WEIGHT,
+    begin,
+    element_offset,
+    finish,
+    load_float,
+    load_new,
+    load_pointer,
+    neuron_offset,
+)
 from nero.backends.triton.rounding_kernels import (
     BUFFER_SHIFT,
     IS_INTERPRETED,
@@ -28,39 +59,6 @@ from nero.backends.triton.rounding_kernels import (
     rounded,
 )
 from nero.rule import SCALE_AT_ORIGIN
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a build for other GPUs
-    gdc_launch_dependents = gdc_wait = None
-
-# the fields of a record, in the order of tables.RECORD_FIELDS
-WEIGHT = tl.constexpr(0)
-AVERAGE = tl.constexpr(1)
-STEP = tl.constexpr(2)
-SKIPPED = tl.constexpr(3)
-SCALE = tl.constexpr(4)  # of gains and biases; 0 for none
-RADIUS = tl.constexpr(5)  # 0 if the radius is one; see nero.rule.turn for negative radii
-BUFFER = tl.constexpr(6)  # of momentum; 0 for none
-NEURONS = tl.constexpr(7)
-FAN_IN = tl.constexpr(8)
-INNER = tl.constexpr(9)  # neuron i starts at (i // INNER) * OUTER_STRIDE + (i % INNER) * INNER_STRIDE
-INNER_STRIDE = tl.constexpr(10)
-OUTER_STRIDE = tl.constexpr(11)
-RUN = tl.constexpr(12)  # its element k lies (k // RUN) * LEAP + (k % RUN) * STRIDE further
-STRIDE = tl.constexpr(13)
-LEAP = tl.constexpr(14)
-BETA = tl.constexpr(15)
-ONE_MINUS_BETA = tl.constexpr(16)  # given, since float32 cannot compute it from β
-LOG_BETA = tl.constexpr(17)
-LEAST_DIVISOR = tl.constexpr(18)  # 1 / longest_step, as a share of the gradient's norm; 0 for none
-GIVEN_SCALE = tl.constexpr(19)  # the group's scale; 0 for the tensor's own
-PULL = tl.constexpr(20)
-GROUP = tl.constexpr(21)
-SHAPE = tl.constexpr(22)  # of its tiles: 0 for gains and biases, else 2 * log2(width) + is_aligned
-FIRST_TILE = tl.constexpr(23)
-SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
-FIELDS = tl.constexpr(25)
 
 #: The least normal float32: see nero.rule.least_length.
 TINY = tl.constexpr(2.0**-126)
@@ -75,69 +73,11 @@ GAIN_SHARE = tl.constexpr(8)
 MIN_FULL_WIDTH = tl.constexpr(256)
 #: Tiles of this size have several warps, which add up faster if they exchange all sums at once.
 MIN_JOINT_TILE = tl.constexpr(2048)
-#: Whether a launch overlaps with the one before (0 for not), and when it waits for that one to end.
-STARTS, WAITS_FIRST, WAITS_LAST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 #: The words of a group in ``changing``.
 GROUP_WORDS = tl.constexpr(5)
 #: The numbers of a tensor in ``step_sizes``: η σ sqrt(1 - β^t), the least divisor, and the shares that u and the new m
 #: keep of the old m.
 SIZES = tl.constexpr(4)
-
-
-@triton.jit
-def begin(OVERLAP: tl.constexpr):
-    """Wait for the launch before, if ``OVERLAP`` says so, and let the next start where this one leaves room."""
-    if OVERLAP == WAITS_FIRST:
-        gdc_wait()
-    if OVERLAP:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def finish(OVERLAP: tl.constexpr):
-    """Wait for the launch before, if :func:`begin` did not: a launch that follows must find all of them done."""
-    if OVERLAP == WAITS_LAST:
-        gdc_wait()
-
-
-@triton.jit
-def load_float(record, field: tl.constexpr):
-    """Load a float from its bits."""
-    return tl.load(record + field).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def load_size(sizes, number: tl.constexpr):
-    """Load a number of ``step_sizes``, past the multiprocessor's own cache: a launch before has just written it."""
-    return tl.load(sizes + number, cache_modifier=".cg")
-
-
-@triton.jit
-def load_pointer(record, field: tl.constexpr, dtype: tl.constexpr):
-    """Load an address."""
-    return tl.load(record + field).to(tl.pointer_type(dtype))
-
-
-@triton.jit
-def offset_of(i, size, inner_stride, outer_stride):
-    """Return the offset of item i in rows of rows; int32 division is several times faster than int64."""
-    size = size.to(tl.int32)
-    return (i // size).to(tl.int64) * outer_stride + (i % size).to(tl.int64) * inner_stride
-
-
-@triton.jit
-def neuron_offset(record, i):
-    """Return the offset of neuron i."""
-    inner_stride, outer_stride = tl.load(record + INNER_STRIDE), tl.load(record + OUTER_STRIDE)
-    return offset_of(i, tl.load(record + INNER), inner_stride, outer_stride)
-
-
-@triton.jit
-def element_offset(record, k, CONTIGUOUS: tl.constexpr):
-    """Return the offset of element k from the start of its neuron."""
-    if not CONTIGUOUS:
-        k = offset_of(k, tl.load(record + RUN), tl.load(record + STRIDE), tl.load(record + LEAP))
-    return k
 
 
 @triton.jit
@@ -270,7 +210,7 @@ def turn_precisely(
     record, weight, grad, buffer, sizes, noise, i, inside, starts, fan_in, averages, old_average, square, radius, rate,
     least, slices, SLICE: tl.constexpr, AXIS: tl.constexpr, CONTIGUOUS: tl.constexpr, W: tl.constexpr,
     FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    MOMENTUM: tl.constexpr,
+    MOMENTUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn the neurons ``inside`` slice by slice, in float64. ``AXIS`` is that of their elements."""
     beta = load_float(record, BETA)
@@ -296,7 +236,7 @@ def turn_precisely(
             w = tl.load(weight + at, some, 0).to(tl.float64)
             if MOMENTUM:
                 m = tl.load(buffer + at, some, 0).to(tl.float64)
-                g = mean_of(m, g, load_size(sizes, 2))
+                g = mean_of(m, g, load_new(sizes + 2, OVERLAP))
             sum_w += tl.sum(w, AXIS)
             sum_g += tl.sum(g, AXIS)
             sum_ww += tl.sum(w * w, AXIS)
@@ -313,8 +253,8 @@ def turn_precisely(
             bits = draw(noise, i, k, AXIS, False) if STOCHASTIC else 0
             if MOMENTUM:
                 m = tl.load(buffer + at, some, 0).to(tl.float64)
-                g = mean_of(m, g, load_size(sizes, 2))
-                m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+                g = mean_of(m, g, load_new(sizes + 2, OVERLAP))
+                m = rounded(mean_of(m, g, load_new(sizes + 3, OVERLAP)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
                 tl.store(buffer + at, m, some & tl.expand_dims(finite, AXIS))
             out = (w - tl.expand_dims(f, AXIS) * g - tl.expand_dims(mean, AXIS)) * tl.expand_dims(stretch, AXIS)
             tl.store(weight + at, rounded(out, W, bits, STOCHASTIC), some & tl.expand_dims(moving, AXIS))
@@ -328,7 +268,7 @@ def turn_precisely(
 def _turn_tile(
     record, grad, rate, least, sizes, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
     WIDTH: tl.constexpr, ALIGNED: tl.constexpr, FIX_MEAN: tl.constexpr, FIX_NORM: tl.constexpr, SCALED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Turn the whole neurons of a tile, in float32 where that is precise enough, else in float64."""
     ROWS: tl.constexpr = TILE // WIDTH if WIDTH >= MIN_FULL_WIDTH else TILE // 2 // WIDTH
@@ -363,7 +303,7 @@ def _turn_tile(
         if ALIGNED:
             buffer = tl.multiple_of(buffer, 16)
         m = tl.load(buffer + at, elements, 0).to(tl.float32)
-        g = mean_of(m, g, load_size(sizes, 2))
+        g = mean_of(m, g, load_new(sizes + 2, OVERLAP))
     averages = load_pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0)
     beta = load_float(record, BETA)
@@ -385,20 +325,20 @@ def _turn_tile(
     out = rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1)
     tl.store(weight + at, out, elements & (moving & ordinary)[:, None])
     if MOMENTUM:
-        m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        m = rounded(mean_of(m, g, load_new(sizes + 3, OVERLAP)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer + at, m, elements & ordinary[:, None])
     tl.store(averages, average, inside & ordinary)
     turn_precisely(
         record, weight, grad, buffer, sizes, noise, i, inside & ~ordinary, starts, fan_in, averages, old_average,
         square, radius, rate, least, WIDTH // SLICE, SLICE, 1, True, W, FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC,
-        MOMENTUM,
+        MOMENTUM, OVERLAP,
     )  # fmt: skip
 
 
 @triton.jit
 def _nudge_tile(
     record, grad, rate, least, sizes, noise, tile, W: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MOMENTUM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Nudge the gains or biases of a tile."""
     i = tile * (TILE // GAIN_SHARE) + tl.arange(0, TILE // GAIN_SHARE)
@@ -413,7 +353,7 @@ def _nudge_tile(
     if MOMENTUM:
         buffer = load_pointer(record, BUFFER, W) + at
         m = tl.load(buffer, inside, 0).to(tl.float64)
-        g = mean_of(m, g, load_size(sizes, 2))
+        g = mean_of(m, g, load_new(sizes + 2, OVERLAP))
     averages = load_pointer(record, AVERAGE, tl.float32) + i
     old_average = tl.load(averages, inside, 0).to(tl.float64)
     beta = load_float(record, BETA)
@@ -432,7 +372,7 @@ def _nudge_tile(
     bits = mixed(i, noise.to(tl.uint32), (noise >> 32).to(tl.uint32)) if STOCHASTIC else 0
     tl.store(weight, rounded(out, W, bits, STOCHASTIC), moving)
     if MOMENTUM:
-        m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        m = rounded(mean_of(m, g, load_new(sizes + 3, OVERLAP)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, inside & finite)
     tl.store(averages, average, inside)
     skipped = tl.sum((inside & ~finite).to(tl.int32), 0)
@@ -449,25 +389,27 @@ def step(
     """Step one tile of gains, biases or whole neurons. ``SHAPES`` has a bit for each shape of tile."""
     begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
+    grad = load_new(changing + owner, OVERLAP)
     if grad == 0:
         finish(OVERLAP)
         return
     record = records + owner.to(tl.int64) * FIELDS
     sizes = step_sizes + SIZES * owner
-    rate, least = load_size(sizes, 0), load_size(sizes, 1)
+    rate, least = load_new(sizes, OVERLAP), load_new(sizes + 1, OVERLAP)
     shape = tl.load(record + SHAPE)
     tile = tl.program_id(0) - tl.load(record + FIRST_TILE).to(tl.int32)
     if STOCHASTIC:
-        noise = noise_key(noise, owner)
+        noise = noise_key(load_new(noise, OVERLAP), owner)
     for each in tl.static_range(0, 2 * 15):
         if (SHAPES >> each) & 1:
             if shape == each:
                 if each == 0:
-                    _nudge_tile(record, grad, rate, least, sizes, noise, tile, W, G, TILE, STOCHASTIC, MOMENTUM)
+                    _nudge_tile(
+                        record, grad, rate, least, sizes, noise, tile, W, G, TILE, STOCHASTIC, MOMENTUM, OVERLAP
+                    )
                 else:
                     _turn_tile(
                         record, grad, rate, least, sizes, noise, tile, W, G, TILE, 1 << (each // 2), each % 2,
-                        FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC, MOMENTUM,
+                        FIX_MEAN, FIX_NORM, SCALED, STOCHASTIC, MOMENTUM, OVERLAP,
                     )  # fmt: skip
     finish(OVERLAP)

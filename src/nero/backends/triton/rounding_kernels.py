@@ -13,8 +13,8 @@ BUFFER_SHIFT = tl.constexpr(16)
 
 @triton.jit
 def noise_key(noise, owner):
-    """Draw the key of a tensor at this step, from which :func:`draw` derives a number for each element."""
-    low, high, _, _ = tl.randint4x(tl.load(noise, cache_modifier=".cg"), owner)
+    """Draw the key of a tensor from the noise of a step; :func:`draw` derives a number for each element."""
+    low, high, _, _ = tl.randint4x(noise, owner)
     return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
 
 

@@ -6,7 +6,8 @@ One launch measures the five sums of every piece, the next turns the neurons. Se
 import triton
 import triton.language as tl
 
-from nero.backends.triton.kernels import (
+from nero.backends.triton.kernels import SIZES, mean_of, solve
+from nero.backends.triton.record_kernels import (
     AVERAGE,
     BETA,
     BUFFER,
@@ -16,20 +17,16 @@ from nero.backends.triton.kernels import (
     NEURONS,
     ONE_MINUS_BETA,
     RADIUS,
-    SIZES,
     SKIPPED,
     SUMS,
-    WAITS_LAST,
     WEIGHT,
     begin,
     element_offset,
     finish,
     load_float,
+    load_new,
     load_pointer,
-    load_size,
-    mean_of,
     neuron_offset,
-    solve,
 )
 from nero.backends.triton.rounding_kernels import BUFFER_SHIFT, draw, noise_key, rounded
 
@@ -71,7 +68,7 @@ def measure(
     """Sum over a split tile."""
     begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
+    grad = load_new(changing + owner, OVERLAP)
     if grad == 0:
         finish(OVERLAP)
         return
@@ -84,7 +81,7 @@ def measure(
     w = tl.load(weight, elements, 0).to(tl.float64)
     if MOMENTUM:
         m = tl.load(buffer, elements, 0).to(tl.float64)
-        g = mean_of(m, g, load_size(step_sizes + SIZES * owner, 2))
+        g = mean_of(m, g, load_new(step_sizes + SIZES * owner + 2, OVERLAP))
     axis: tl.constexpr = 0 if STRIDED else 1
     pieces = tl.cdiv(tl.load(record + FAN_IN).to(tl.int32), BK)
     piece = tile % pieces
@@ -112,7 +109,7 @@ def turn(
     """Turn a split tile, after :func:`measure`."""
     begin(OVERLAP)
     owner = tl.load(owners + tl.program_id(0))
-    grad = tl.load(changing + owner, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
+    grad = load_new(changing + owner, OVERLAP)
     if grad == 0:
         finish(OVERLAP)
         return
@@ -145,18 +142,18 @@ def turn(
     average, f, mean, stretch, moving, finite, _ = solve(
         sum_w, sum_g, sum_ww, sum_gg, sum_wg, old_average, fan_in, load_float(record, BETA),
         load_float(record, ONE_MINUS_BETA),
-        load_size(sizes, 0), load_size(sizes, 1), radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
+        load_new(sizes, OVERLAP), load_new(sizes + 1, OVERLAP), radius, FIX_MEAN, FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
     axis: tl.constexpr = 0 if STRIDED else 1
     w, g = w.to(tl.float64), g.to(tl.float64)
     if STOCHASTIC:
-        bits = draw(noise_key(noise, owner), i, k, axis, False)
+        bits = draw(noise_key(load_new(noise, OVERLAP), owner), i, k, axis, False)
     else:
         bits = 0
     if MOMENTUM:
         m = tl.load(buffer, elements, 0).to(tl.float64)
-        g = mean_of(m, g, load_size(sizes, 2))
-        m = rounded(mean_of(m, g, load_size(sizes, 3)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
+        g = mean_of(m, g, load_new(sizes + 2, OVERLAP))
+        m = rounded(mean_of(m, g, load_new(sizes + 3, OVERLAP)), W, bits >> BUFFER_SHIFT, STOCHASTIC)
         tl.store(buffer, m, elements & tl.expand_dims(finite, axis))
     out = (w - tl.expand_dims(f, axis) * g - tl.expand_dims(mean, axis)) * tl.expand_dims(stretch, axis)
     tl.store(weight, rounded(out, W, bits, STOCHASTIC), elements & tl.expand_dims(moving, axis))

@@ -51,7 +51,7 @@ BLOCKS: dict[int, dict[int, tuple[int, int, int, int]]] = {
         16384: (16, 1024, 16, 128),
     },
 }
-#: The fields of a record, in the order of the constants in kernels.py.
+#: The fields of a record, in the order of the constants in record_kernels.py.
 RECORD_FIELDS = (
     *("weight", "average", "step", "skipped", "scale", "radius", "buffer"),
     *Layout._fields,
@@ -159,7 +159,7 @@ def is_aligned(line: Line) -> bool:
 
 def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.device) -> Tables:
     """Write a record for every tensor, and deal the tensors out to launches and programs."""
-    from nero.backends.triton import kernels, split_kernels
+    from nero.backends.triton import kernels, record_kernels, split_kernels
 
     records: list[list[int]] = [[] for _ in lines]
     launches: list[tuple[Launch, Tensor]] = []
@@ -176,9 +176,9 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
             sums += 6 * line.layout.neurons * pieces
         on_device = placed(torch.frombuffer(owners, dtype=torch.int32), device)
         for launch in _launches(kind, shapes, len(owners)):
-            # what counting has written is read by the first launch, and by the others after it; see kernels.begin
+            # what counting has written is read by the first launch, and by the others after it; see record_kernels
             needs_last = not launches or launch.kernel is split_kernels.turn
-            waits = kernels.WAITS_FIRST if needs_last else kernels.WAITS_LAST
+            waits = record_kernels.WAITS_FIRST if needs_last else record_kernels.WAITS_LAST
             launch.constants["OVERLAP"] = waits.value if overlaps else 0
             launch.is_early = overlaps
             launches.append((launch, on_device))
@@ -186,7 +186,7 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
     counting = {
         "BLOCK": COUNT_BLOCK,
         "MOMENTUM": any(line.job.buffer is not None for line in lines),
-        "OVERLAP": kernels.STARTS.value if overlaps else 0,
+        "OVERLAP": record_kernels.STARTS.value if overlaps else 0,
     }
     return Tables(
         placed(torch.frombuffer(array("q", chain.from_iterable(records)), dtype=torch.int64), device),

@@ -2,6 +2,7 @@
 
     git worktree add ../before HEAD~1
     python benchmarks/compare.py ../before/src
+    python benchmarks/compare.py --profile      # where the host's time of a fresh step goes, in this checkout
 
 Each checkout runs in a process of its own; the two take turns, so that both meet the same machine. Two
 times per step: ``in place``, with gradients that stay where they are, and ``fresh``, with new gradient
@@ -9,8 +10,10 @@ tensors at each step, as after ``zero_grad()``. The ratio is the median over the
 """
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
@@ -70,6 +73,31 @@ def measure(optimiser: torch.optim.Optimizer, kind: str, steps: int, device: tor
     return total / steps
 
 
+def profile(device: torch.device, quick: bool, steps: int = 200, lines: int = 20) -> None:
+    """Print the functions that take most of the host's time in a step with new gradients."""
+    import nero
+
+    for name, shapes in shapes_to_time(quick).items():
+        made = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        optimiser, profiler = nero.Nero(made), cProfile.Profile()
+        for number in range(10 + steps):
+            for parameter in made:
+                parameter.grad = torch.randn_like(parameter)
+            _wait(device)
+            if number < 10:  # the first steps make tables, and compile
+                optimiser.step()
+            else:
+                profiler.runcall(optimiser.step)
+        found: dict[tuple[str, int, str], Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+        print(
+            f"{name}: {1e6 * sum(times[2] for times in found.values()) / steps:.0f} us per step; profiling adds to it"
+        )
+        for (file, line, function), times in sorted(found.items(), key=lambda item: -item[1][2])[:lines]:
+            print(
+                f"{1e6 * times[2] / steps:9.1f} us {times[1] / steps:6.1f} calls  {Path(file).name}:{line} {function}"
+            )
+
+
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -92,11 +120,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15, help="turns of each checkout")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="one small network, for a rehearsal")
+    parser.add_argument("--profile", action="store_true", help="profile this checkout alone")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
     if arguments.serve:
         serve(device, arguments.quick)
+        return 0
+    if arguments.profile:
+        profile(device, arguments.quick)
         return 0
     if arguments.before is None or not (arguments.before / "nero").is_dir():
         parser.error("name the src folder of another checkout, which holds the package nero")

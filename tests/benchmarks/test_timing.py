@@ -81,6 +81,13 @@ def test_cuda_events_are_converted_to_seconds(monkeypatch: pytest.MonkeyPatch):
 CPU = torch.device("cpu")
 
 
+def test_profile_names_the_functions_of_a_step(capsys: pytest.CaptureFixture[str]):
+    assert compare.main(["--profile", "--quick", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rehearsal: ")
+    assert text.count(" calls  ") == 20
+
+
 @pytest.mark.parametrize("kind", compare.KINDS)
 def test_measure_takes_the_steps_asked_for(kind: str):
     parameter = torch.nn.Parameter(torch.randn(4, 5))

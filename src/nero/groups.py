@@ -72,9 +72,8 @@ def own_rate(lr: Any) -> Any:
 def check_params(params: object) -> None:
     """Raise if an optimiser was given a class, a method, a tensor or a single group instead of parameters."""
     if isinstance(params, dict):
-        raise TypeError(
-            "expected a module, parameters or a list of groups, got a dict: put it into a list, as in [group]"
-        )
+        fix = "put it into a list, as in [group]" if "params" in params else "give the model itself"
+        raise TypeError(f"expected a module, parameters or a list of groups, got a dict: {fix}")
     if isinstance(params, Tensor):
         raise TypeError(
             "expected a module, parameters or a list of groups, got a tensor: put it into a list, as in [tensor]"
@@ -151,10 +150,18 @@ def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: 
     """Raise if a group's role differs from when its parameters were added, since their state depends on it."""
     for index, parameter in enumerate(group["params"]):
         known = roles.get(parameter)
-        if known is not None and role_in(group, parameter) != known:
+        if known is None:
+            continue
+        name = name_of(groups, group, index)
+        try:
+            role = role_in(group, parameter)
+        except ValueError as error:
             raise ValueError(
-                f"{name_of(groups, group, index)} was added as {known}, and its group now says "
-                f"{role_in(group, parameter)}: make another optimiser to change a role"
+                f"{name} was added as {known}: make another optimiser to change a role ({error})"
+            ) from error
+        if role != known:
+            raise ValueError(
+                f"{name} was added as {known}, and its group now says {role}: make another optimiser to change a role"
             )
 
 

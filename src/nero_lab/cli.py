@@ -235,15 +235,16 @@ def plan(
     precision: PrecisionOption = None,
 ) -> None:
     """Show which runs of the protocol are on record, and make those that are missing."""
+    if (task and study != "paper") or (minutes < math.inf and not run):
+        raise SettingError("name tasks or a --study, not both; --minutes goes with --run")
     tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
     if not tasks:
         raise SettingError(f"there is no study {study!r}: take paper, today or claims")
     known = next((each for each in PRECISIONS if each == precision), None)
     if known != precision:
         raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    cells = cells_of(tasks, read_records(records) if records.exists() else [], known)
-    for line in lines_of(cells, known):
-        console.print(line)
+    cells = cells_of(tasks, read_records(records) if records.exists() or records != OUT else [], known)
+    console.print(*lines_of(cells, known), sep="\n")
     if not run:
         return
     if any(cell.missing for cell in cells if cell.task.dataset == "imagenet"):
@@ -264,8 +265,7 @@ def report(
     found = read_records(records)
     if not found:
         raise StoreError(f"there are no records in {records}: make some with `nero sweep TASK --out {records}`")
-    for path in write_report(found, out):
-        console.print(str(path))
+    console.print(*map(str, write_report(found, out)), sep="\n")
     if missing := [task for task in all_published() if task not in {record["task"] for record in found}]:
         console.print(f"not run, so without a page: {', '.join(missing)}")
     short = [record for record in found if record["task"] in TASKS and record["epochs"] < TASKS[record["task"]].epochs]

@@ -286,7 +286,9 @@ def _parse_record(text: bytes, source: str) -> dict[str, Any]:
         if not record["curve"] or not all(record["curve"].values()):
             raise ValueError("its curve is incomplete")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise StoreError(f"{source} is not a record: {error}; move it away") from error
+        raise StoreError(
+            f"{source} is not a record of `nero run`: {error}; give another folder, or move it away"
+        ) from error
     return record
 
 

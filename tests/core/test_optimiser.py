@@ -340,6 +340,9 @@ def test_role_changed_in_a_group_raises(backend: str, edit: dict):
     with pytest.raises(ValueError, match=r"weight was added as neurons along axes \(1,\), and its group now says"):
         optimiser.step()
     assert torch.equal(layer.weight, before)
+    optimiser.param_groups[0].update(role="bias", fan_in_axes=(1,))  # a role that cannot be
+    with pytest.raises(ValueError, match="make another optimiser to change a role"):
+        optimiser.step()
     optimiser.param_groups[0].update(role="neuron", fan_in_axes=(1,))
     optimiser.step()
 

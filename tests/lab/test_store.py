@@ -212,7 +212,7 @@ def test_read_records_reads_json_and_json_lines(tmp_path):
 def test_damaged_record_raises_with_its_path(name, text, tmp_path):
     (tmp_path / "tiny").mkdir()
     (tmp_path / name).write_text(text)
-    with pytest.raises(StoreError, match=rf"{name}(:1)? is not a record: .*; move it away"):
+    with pytest.raises(StoreError, match=rf"{name}(:1)? is not a record of `nero run`: .*, or move it away"):
         read_records(tmp_path)
 
 

@@ -142,9 +142,12 @@ def test_best_rate_of_a_loss_is_the_lowest():
     assert best_rate(TASKS["wikitext2"], records) == 0.01
 
 
-def test_unknown_task_error_lists_known_tasks():
-    with pytest.raises(SettingError, match="take one of mnist-deep"):
-        task_named("mnist")
+@pytest.mark.parametrize(
+    ("name", "fix"), [("digits", "take one of mnist-deep"), ("mnist-depp", "did you mean mnist-deep?")]
+)
+def test_unknown_task_error_names_known_tasks(name: str, fix: str):
+    with pytest.raises(SettingError, match=re.escape(fix)):
+        task_named(name)
 
 
 @pytest.mark.no_cover  # smaller runs cover the same lines

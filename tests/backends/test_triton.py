@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +16,8 @@ from torch import Tensor, nn
 
 import nero
 from nero.backends import available
-from nero.backends.triton import sweep
-from nero.backends.triton.sweep import DROPPED, Upload, drop
+from nero.backends.triton import sweep, tables
+from nero.backends.triton.sweep import Upload
 from nero.backends.triton.tables import RECORD_FIELDS
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -225,12 +228,79 @@ def test_buffer_waits_until_the_device_has_read_it(monkeypatch: pytest.MonkeyPat
     assert buffer.tolist() == [5, 0]
     with pytest.raises(RuntimeError, match="between two captures"):
         upload.capture([6, 0])
-    drop(upload._buffers)  # as when the upload is gone
-    assert [int(tensor[0]) for (tensor, _), _ in DROPPED] == [3, 4]  # the second is read
-    for event in events:
-        event.is_done = True
-    drop([])
-    assert not DROPPED
+
+
+def test_dropped_buffers_live_until_the_device_has_read_them(monkeypatch: pytest.MonkeyPatch):
+    event = SimpleNamespace(is_read=False, record=lambda _: None, query=lambda: event.is_read)
+    dropped: deque[tuple[sweep.Buffer, object]] = deque()
+    monkeypatch.setattr(sweep, "DROPPED", dropped)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+
+    def step() -> int:
+        upload = Upload(torch.zeros(2, dtype=torch.int64))
+        on_cpu = SimpleNamespace(_table=upload._table, _is_cuda=False)
+        upload._is_cuda, upload._buffer = True, partial(Upload._buffer, on_cpu)
+        upload.write([1, 2])
+        upload.mark(0)
+        return upload._buffers[0][0][0].data_ptr()
+
+    addresses = [step(), step()]  # the first upload is gone before the second writes
+    assert [buffer[0].data_ptr() for buffer, _ in dropped] == addresses
+    event.is_read = True
+    step()
+    assert len(dropped) == 1  # that of the last upload
+
+
+def test_launches_wait_for_what_they_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables, "_can_overlap", lambda _: True)
+    shapes = [(7, 511), (2, 20_003), (9, 8), (3, 5000)]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    made = made_tables(parameters)
+    names = [launch.kernel.__name__ for launch, _ in made.launches]
+    lets, first, last = 1, 2, 4
+    overlaps = [made.counting.constants["OVERLAP"], *(launch.constants["OVERLAP"] for launch, _ in made.launches)]
+    assert names == ["step", "measure", "turn", "step", "step"]
+    assert overlaps == [lets, lets | first, lets | last, lets | first, lets | last, last]
+    assert [made.counting.is_early, *(launch.is_early for launch, _ in made.launches)] == [False] + [True] * 5
+    tied = nn.Parameter(parameters[2].detach().t())
+    made = made_tables([*parameters, tied])
+    assert not any(launch.constants["OVERLAP"] or launch.is_early for launch, _ in made.launches)
+
+
+def made_tables(parameters: list[nn.Parameter]) -> tables.Tables:
+    """Return the tables of the sweep that steps these parameters."""
+    optimiser = nero.Nero(parameters, backend="triton")
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    monkeypatch = pytest.MonkeyPatch()
+    with monkeypatch.context() as patch:
+        patch.setattr(tables.Launch, "__call__", lambda *_: None)
+        optimiser.step()
+    (made,) = sweeps_of(optimiser)
+    return made._tables
+
+
+def test_step_after_a_failed_one_reads_its_own_gradients(monkeypatch: pytest.MonkeyPatch):
+    """The table may hold the addresses of the step that failed after it had counted."""
+    parameter = nn.Parameter(torch.randn(3, 8))
+    optimiser = nero.Nero([parameter], backend="triton")
+    mine, other = torch.randn(3, 8), torch.randn(3, 8)
+    parameter.grad = mine
+    optimiser.step()
+    (launch, _), *_ = sweeps_of(optimiser)[0]._tables.launches
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "kernel", None)
+        patch.setattr(launch, "compiled", None)
+        parameter.grad = other
+        with pytest.raises(TypeError):
+            optimiser.step()
+    parameter.grad, before = mine, parameter.detach().clone()
+    optimiser.step()
+    moved = (parameter.detach() - before).flatten()
+    assert (
+        torch.cosine_similarity(moved, -mine.flatten(), 0) > torch.cosine_similarity(moved, -other.flatten(), 0) + 0.3
+    )
 
 
 @pytest.mark.gpu

@@ -1,5 +1,8 @@
 """Records of tensors: their fields, how Triton kernels read them, and how launches wait for each other.
 
+Launches of a step overlap on GPUs that can do so. The first after ``count`` lets the next start only after its own
+wait, so that every later launch finds what ``count`` wrote. Later launches work on other tensors, so they wait only
+before they end. The last launch is then the last to end, and what follows the step finds all of it done.
 See :mod:`nero.backends.triton.kernels`.
 """
 
@@ -39,23 +42,23 @@ FIRST_TILE = tl.constexpr(23)
 SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
 FIELDS = tl.constexpr(25)
 
-#: Whether a launch overlaps with the one before (0 for not), and when it waits for that one to end.
-STARTS, WAITS_FIRST, WAITS_LAST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+#: Bits of ``OVERLAP``: a launch lets the next start early; it waits for the end of the one before, first or last.
+LETS_NEXT, WAITS_FIRST, WAITS_LAST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
 
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Wait for the launch before, if ``OVERLAP`` says so, and let the next start where this one leaves room."""
-    if OVERLAP == WAITS_FIRST:
+    """Wait for the launch before, and only then let the next start where this one leaves room."""
+    if WAITS_FIRST & OVERLAP:
         gdc_wait()
-    if OVERLAP:
+    if LETS_NEXT & OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
 def finish(OVERLAP: tl.constexpr):
     """Wait for the launch before, if :func:`begin` did not: a launch that follows must find all of them done."""
-    if OVERLAP == WAITS_LAST:
+    if WAITS_LAST & OVERLAP:
         gdc_wait()
 
 
@@ -68,7 +71,7 @@ def load_float(record, field: tl.constexpr):
 @triton.jit
 def load_new(pointer, OVERLAP: tl.constexpr):
     """Load a number that this step's first launch has written; past the processor's own cache, if without a wait."""
-    return tl.load(pointer, cache_modifier=".cg" if OVERLAP == WAITS_LAST else "")
+    return tl.load(pointer, cache_modifier=".cg" if WAITS_LAST & OVERLAP else "")
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import ctypes
 import struct
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
 from operator import or_
@@ -22,7 +22,7 @@ from nero.backends.triton.tables import MAX_COUNT, bits, is_aligned, make_tables
 #: A tensor of the host, and its memory, which is filled without a call of torch.
 Buffer: TypeAlias = tuple[Tensor, Any]
 #: Buffers of uploads that are gone, which the device may still read, with the events of the reading.
-DROPPED: list[tuple[Buffer, Any]] = []
+DROPPED: deque[tuple[Buffer, Any]] = deque()
 
 
 class TritonSweep(Sweep):
@@ -79,6 +79,7 @@ class TritonSweep(Sweep):
             else:
                 has_changed = addresses is not self._uploaded[0] or self._words != self._uploaded[1]
                 source = self._upload.write(addresses + self._words if has_changed else None)
+                self._uploaded = ([], [])  # unknown, should this step fail
                 self._launch(source, self._tables.changing, stream, self._generator)
                 self._uploaded = (addresses, self._words)
 
@@ -87,8 +88,10 @@ class TritonSweep(Sweep):
         tables = [records, source, changing, step_sizes]
         at = [table.data_ptr() for table in (*tables, sums)]
         sizes = [len(self._parameters), len(changing)]
-        counting(stream, [*tables, *sizes], [*at[:4], *sizes])
-        self._upload.mark(stream)
+        try:
+            counting(stream, [*tables, *sizes], [*at[:4], *sizes])
+        finally:
+            self._upload.mark(stream)
         noise = changing
         if self._is_stochastic:
             noise = torch.randint(1 << 62, (1,), device=self._device, generator=generator)
@@ -126,7 +129,8 @@ class Upload:
         self._table, self._is_cuda = table, table.is_cuda
         self._pack = struct.Struct(f"{len(table)}q").pack_into
         self._buffers: deque[tuple[Buffer, Any]] = deque()  # the one in use the longest is first
-        weakref.finalize(self, drop, self._buffers).atexit = False
+        # torch does not know that a kernel reads its memory; a finaliser must not call CUDA, which may capture a graph
+        weakref.finalize(self, DROPPED.extend, self._buffers).atexit = False
         self._unread: Any = None  # the event of a buffer for which no kernel has been launched yet
         self._stream: tuple[int, Any] = (-1, None)  # kept, since finding it takes time
         self._spare: Buffer | None = None  # for a capture, which cannot allocate pinned memory
@@ -143,6 +147,10 @@ class Upload:
         if self._buffers and self._buffers[0][1].query():
             self._buffers.rotate(-1)
         else:
+            for _ in range(len(DROPPED)):
+                buffer, event = DROPPED.popleft()
+                if not event.query():
+                    DROPPED.append((buffer, event))
             self._buffers.append((self._buffer(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
         buffer, self._unread = self._buffers[-1]
         return self._fill(buffer, words)
@@ -164,7 +172,7 @@ class Upload:
         """
         if self._spare is None:
             raise RuntimeError("take a step outside of the capture between two captures")
-        buffer, self._spare = self._fill(self._spare, words), None
+        buffer, self._spare, self._unread = self._fill(self._spare, words), None, None
         return buffer, torch.empty_like(self._table)
 
     @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
@@ -177,8 +185,3 @@ class Upload:
         tensor, memory = buffer
         self._pack(memory, 0, *words)
         return tensor
-
-
-def drop(buffers: Iterable[tuple[Buffer, Any]]) -> None:
-    """Keep buffers until the device has read them: torch does not know that a kernel reads its memory."""
-    DROPPED[:] = [each for each in (*DROPPED, *buffers) if not each[1].query()]

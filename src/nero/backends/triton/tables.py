@@ -5,7 +5,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -159,11 +159,10 @@ def is_aligned(line: Line) -> bool:
 
 def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.device) -> Tables:
     """Write a record for every tensor, and deal the tensors out to launches and programs."""
-    from nero.backends.triton import kernels, record_kernels, split_kernels
+    from nero.backends.triton import kernels
 
     records: list[list[int]] = [[] for _ in lines]
     launches: list[tuple[Launch, Tensor]] = []
-    overlaps = _can_overlap(device)
     sums = 0
     for kind, members in _by_kind(lines, aligned).items():
         owners, shapes = array("i"), 0
@@ -175,27 +174,44 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
             shapes |= 1 << shape
             sums += 6 * line.layout.neurons * pieces
         on_device = placed(torch.frombuffer(owners, dtype=torch.int32), device)
-        for launch in _launches(kind, shapes, len(owners)):
-            # what counting has written is read by the first launch, and by the others after it; see record_kernels
-            needs_last = not launches or launch.kernel is split_kernels.turn
-            waits = record_kernels.WAITS_FIRST if needs_last else record_kernels.WAITS_LAST
-            launch.constants["OVERLAP"] = waits.value if overlaps else 0
-            launch.is_early = overlaps
-            launches.append((launch, on_device))
+        launches += [(launch, on_device) for launch in _launches(kind, shapes, len(owners))]
     words = len(lines) + kernels.GROUP_WORDS.value * (1 + max(line.group for line in lines))
-    counting = {
-        "BLOCK": COUNT_BLOCK,
-        "MOMENTUM": any(line.job.buffer is not None for line in lines),
-        "OVERLAP": record_kernels.STARTS.value if overlaps else 0,
-    }
+    counting = {"BLOCK": COUNT_BLOCK, "MOMENTUM": any(line.job.buffer is not None for line in lines)}
+    count = Launch(kernels.count, -(-words // COUNT_BLOCK), counting, 4)
+    _overlap([count, *(launch for launch, _ in launches)], _can_overlap(device) and not _share_memory(lines))
     return Tables(
         placed(torch.frombuffer(array("q", chain.from_iterable(records)), dtype=torch.int64), device),
         torch.zeros(words, dtype=torch.int64, device=device),
         torch.empty(kernels.SIZES.value * len(lines), dtype=torch.float64, device=device),
         torch.empty(sums, dtype=torch.float64, device=device),
-        Launch(kernels.count, -(-words // COUNT_BLOCK), counting, 4),
+        count,
         launches,
     )
+
+
+def _overlap(launches: Sequence[Launch], is_possible: bool) -> None:
+    """Say of every launch how it overlaps with the one before; see :mod:`nero.backends.triton.record_kernels`."""
+    from nero.backends.triton import record_kernels, split_kernels
+
+    for number, launch in enumerate(launches):
+        reads_last = number == 1 or launch.kernel is split_kernels.turn
+        waits = record_kernels.WAITS_FIRST if reads_last else record_kernels.WAITS_LAST
+        overlap = waits.value if number else 0
+        if number < len(launches) - 1:
+            overlap |= record_kernels.LETS_NEXT.value
+        launch.constants["OVERLAP"] = overlap if is_possible else 0
+        launch.is_early = is_possible and number > 0
+
+
+def _share_memory(lines: Sequence[Line]) -> bool:
+    """Return whether the memory of a parameter reaches into that of another, as of a transposed view of it."""
+    extents = []
+    for parameter in (line.job.parameter for line in lines):
+        sizes = zip(parameter.shape, parameter.stride(), strict=True)
+        length = 1 + sum((size - 1) * stride for size, stride in sizes)
+        extents.append((parameter.data_ptr(), parameter.data_ptr() + length * parameter.element_size()))
+    extents.sort()
+    return any(end > start for (_, end), (start, _) in pairwise(extents))
 
 
 def _can_overlap(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 #: Options of other optimisers, and what to do with Nero instead. With torch, they are dropped where they ask for
 #: nothing: 0, False or None.
 FOREIGN_OPTIONS: dict[str, str] = {
-    "weight_decay": "Nero has no weight decay: leave it out; fixed norms need none, and free ones grow with the rate",
+    "weight_decay": "Nero has no weight decay: leave it out; fixed norms need none, free ones grow until lr is zero",
     "decoupled_weight_decay": "Nero has no weight decay: leave it out",
     "betas": "Nero has betas=(b1, b2) as momentum=b1, beta=b2; leave them out for momentum=0, beta=0.999",
     "beta1": "Nero has it as momentum: give momentum=0.9, or leave it out",

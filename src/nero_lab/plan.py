@@ -72,10 +72,10 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
             )
             not_timed += missing if one is None else 0
             yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time)
-    known = f"about {duration(seconds)} on an NVIDIA H200, one by one" if seconds else ""
-    unknown = "their times are not known" if not_timed == total else f"{not_timed} of them were never timed"
-    times = ", ".join(filter(None, (known, unknown if not_timed else "")))
-    yield ": ".join(filter(None, (f"{total} runs are missing", times)))
+    times = [f"about {duration(seconds)} on an NVIDIA H200, one by one"] if seconds else []
+    if not_timed:
+        times.append(f"{not_timed} of them were never timed" if seconds else "their times are not known")
+    yield f"{total} runs are missing" + (f": {', '.join(times)}" if times else "")
     if is_later:
         yield "0 of ?: seeds follow when the search is complete, at its best rate; repeat the command then"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from nero.backends.available import NUMBA_DTYPES, check_backend, numba_works, triton_works
 from nero.backends.job import Group, Member, Rates, has_expected_state, job_of, rates_of, settings_of
 from nero.backends.layout import layout_of
-from nero.backends.sweep import Line, Sweep, has_strides
+from nero.backends.sweep import Line, Sweep, has_strides, span
 from nero.rule import statistics_dtype
 from nero.scalars import IMMUTABLE, are_same
 
@@ -159,7 +159,7 @@ def line_of(member: Member, options: Mapping[str, Any], group: int, kind: type[S
             return None
         if not has_strides(job.buffer, job.parameter.stride()):
             # a part, whose state shares the memory of the whole; or a view, whose gaps the buffer would have, too
-            if member.holder is not None or _span(parameter) > MAX_SPAN * parameter.numel():
+            if member.holder is not None or span(parameter) > MAX_SPAN * parameter.numel():
                 return None
             job = job._replace(buffer=_move_buffer(member))
     holder = parameter if member.holder is None else member.holder
@@ -179,8 +179,3 @@ def _move_buffer(member: Member) -> Tensor:
     buffer = torch.empty_strided(parameter.shape, parameter.stride(), dtype=before.dtype, device=before.device)
     member.state["momentum_buffer"] = buffer.copy_(before)
     return buffer
-
-
-def _span(tensor: Tensor) -> int:
-    """Return the number of elements from the first of a tensor to its last, with the gaps between them."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

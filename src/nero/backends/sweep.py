@@ -24,7 +24,7 @@ try:
 except (ImportError, AttributeError):  # a future torch: every tensor is then checked one by one
     TensorGuards = None
 
-#: Compares the addresses of tensors at some indices; with CUDA only.
+#: Compares the addresses of many tensors in one call; builds of torch without CUDA lack it.
 _ARE_AT: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 _grad = attrgetter("grad")
@@ -177,6 +177,11 @@ def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
     """Return whether a tensor has these strides; those of axes of size one do not matter."""
     sizes = zip(tensor.stride(), strides, tensor.shape, strict=True)
     return all(own == other or size == 1 for own, other, size in sizes)
+
+
+def span(tensor: Tensor) -> int:
+    """Return the number of elements from the first of a tensor to its last, with the gaps between them."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _guard(tensors: Sequence[Tensor | None]) -> Callable[..., bool]:

@@ -312,14 +312,15 @@ def _turn_tile(
     if FIX_NORM >= 2:
         radius = tl.load(load_pointer(record, RADIUS, tl.float32) + i, inside, 1)
 
-    sum_w, sum_g, sum_ww, square, sum_wg = summed(w, g, w * w, g * g, w * g, 1, TILE >= MIN_JOINT_TILE or MOMENTUM)
+    JOINTLY: tl.constexpr = TILE >= MIN_JOINT_TILE or MOMENTUM
+    sum_w, sum_g, sum_ww, square, sum_wg = summed(w, g, w * w, g * g, w * g, 1, JOINTLY)
     average, f, mean, stretch, moving, _, ordinary = solve(
         sum_w, sum_g, sum_ww, square, sum_wg, old_average, fan_in, beta, one_minus_beta, rate, least, radius, FIX_MEAN,
         FIX_NORM, SCALED, MOMENTUM,
     )  # fmt: skip
-    if TILE >= MIN_JOINT_TILE or MOMENTUM:
+    if JOINTLY:
         out = w * stretch[:, None] - (g * (f * stretch)[:, None] + (mean * stretch)[:, None])
-    else:  # one operation more per element, and fewer registers
+    else:  # an operation more per element, but fewer registers, of which a single warp has few
         out = (w - f[:, None] * g - mean[:, None]) * stretch[:, None]
     bits = draw(noise, i, k, 1, not MOMENTUM) if STOCHASTIC else 0
     out = rounded(out, W, bits, STOCHASTIC, FIX_NORM == 1)

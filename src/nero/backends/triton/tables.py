@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nero.backends.layout import Layout
-from nero.backends.sweep import Line
+from nero.backends.sweep import Line, span
 
 
 class Tile(NamedTuple):
@@ -205,12 +205,8 @@ def _overlap(launches: Sequence[Launch], is_possible: bool) -> None:
 
 def _share_memory(lines: Sequence[Line]) -> bool:
     """Return whether the memory of a parameter reaches into that of another, as of a transposed view of it."""
-    extents = []
-    for parameter in (line.job.parameter for line in lines):
-        sizes = zip(parameter.shape, parameter.stride(), strict=True)
-        length = 1 + sum((size - 1) * stride for size, stride in sizes)
-        extents.append((parameter.data_ptr(), parameter.data_ptr() + length * parameter.element_size()))
-    extents.sort()
+    own = (line.job.parameter for line in lines)
+    extents = sorted((each.data_ptr(), each.data_ptr() + span(each) * each.element_size()) for each in own)
     return any(end > start for (_, end), (start, _) in pairwise(extents))
 
 

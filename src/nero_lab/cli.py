@@ -235,15 +235,15 @@ def plan(
     precision: PrecisionOption = None,
 ) -> None:
     """Show which runs of the protocol are on record, and make those that are missing."""
-    if (task and study != "paper") or (minutes < math.inf and not run):
-        raise SettingError("name tasks or a --study, not both; --minutes goes with --run")
+    if task and study != "paper":
+        raise SettingError("name tasks or a --study, not both")
     tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
     if not tasks:
         raise SettingError(f"there is no study {study!r}: take paper, today or claims")
     known = next((each for each in PRECISIONS if each == precision), None)
     if known != precision:
         raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-    cells = cells_of(tasks, read_records(records) if records.exists() or records != OUT else [], known)
+    cells = cells_of(tasks, read_records(records) if records.exists() or not (run or records == OUT) else [], known)
     console.print(*lines_of(cells, known), sep="\n")
     if not run:
         return

@@ -206,6 +206,7 @@ def test_buffer_waits_until_the_device_has_read_it(monkeypatch: pytest.MonkeyPat
             assert stream == "current"
             self.is_done = False
 
+    monkeypatch.setattr(sweep, "DROPPED", deque())
     events = [Event() for _ in range(3)]
     upload = Upload(torch.zeros(2, dtype=torch.int64))
     buffers = [upload._buffer() for _ in range(4)]
@@ -265,7 +266,8 @@ def test_launches_wait_for_what_they_read(monkeypatch: pytest.MonkeyPatch):
     assert [made.counting.is_early, *(launch.is_early for launch, _ in made.launches)] == [False] + [True] * 5
     tied = nn.Parameter(parameters[2].detach().t())
     made = made_tables([*parameters, tied])
-    assert not any(launch.constants["OVERLAP"] or launch.is_early for launch, _ in made.launches)
+    launches = [made.counting, *(launch for launch, _ in made.launches)]
+    assert not any(launch.constants["OVERLAP"] or launch.is_early for launch in launches)
 
 
 def made_tables(parameters: list[nn.Parameter]) -> tables.Tables:
@@ -301,6 +303,20 @@ def test_step_after_a_failed_one_reads_its_own_gradients(monkeypatch: pytest.Mon
     assert (
         torch.cosine_similarity(moved, -mine.flatten(), 0) > torch.cosine_similarity(moved, -other.flatten(), 0) + 0.3
     )
+
+
+def test_buffer_counts_as_unread_even_if_its_launch_fails(monkeypatch: pytest.MonkeyPatch):
+    parameter = nn.Parameter(torch.randn(3, 8))
+    optimiser = nero.Nero([parameter], backend="triton")
+    parameter.grad = torch.randn(3, 8)
+    optimiser.step()
+    (own,) = sweeps_of(optimiser)
+    marked: list[int] = []
+    monkeypatch.setattr(own._upload, "mark", marked.append)
+    monkeypatch.setattr(own, "_tables", own._tables._replace(counting=None))
+    with pytest.raises(TypeError):
+        optimiser.step()
+    assert marked == [0]
 
 
 @pytest.mark.gpu

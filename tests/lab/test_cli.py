@@ -96,7 +96,6 @@ def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
         (("--precision", "int8"), "the precision must be one of"),
         (("no-task",), "there is no task 'no-task'"),
         (("mnist-deep", "--study", "today"), "name tasks or a --study, not both"),
-        (("--minutes", 5), "--minutes goes with --run"),
         (("mnist-deep", "--records", "no-folder"), "there is no folder no-folder"),
         (("mnist-deep", "--run", 1, "--precision", "tf32", "--device", "cpu"), "tf32 needs an NVIDIA GPU"),
     ],

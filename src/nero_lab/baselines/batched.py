@@ -113,7 +113,9 @@ def _launches(device: torch.device) -> bool:
 
         with on(device):
             some = torch.zeros(16, device=device)
-            kernels.madam[(1,)](some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16)
+            kernels.madam[(1,)](
+                some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16, enable_fp_fusion=True
+            )
     except torch.OutOfMemoryError:
         raise  # Triton may still work
     except Exception:  # not installed, no C compiler, an unknown GPU, ...

@@ -127,13 +127,22 @@ def _step_by_kernels(options: dict[str, Any], large: list[Member]) -> None:
         averages = state["exp_avg"], state["exp_avg_sq"]
         betas = beta1, 1 - beta1, beta2, 1 - beta2
         kernels.lamb_look[(PROGRAMS,)](
-            weight, grad, *averages, parts, weight.numel(), *betas, eps, PROGRAMS=PROGRAMS, BLOCK=BLOCK
+            weight,
+            grad,
+            *averages,
+            parts,
+            weight.numel(),
+            *betas,
+            eps,
+            PROGRAMS=PROGRAMS,
+            BLOCK=BLOCK,
+            enable_fp_fusion=True,
         )
     weight_norms, update_norms = sums.sum(1).sqrt().unbind(1)
     rates = _rates(options, weight_norms, update_norms).to(torch.float32)
     for (weight, _, state), rate in zip(large, rates.unbind(), strict=True):
         count = weight.numel()
         kernels.lamb_move[(-(-count // BLOCK),)](
-            weight, state["exp_avg"], state["exp_avg_sq"], rate, count, eps, BLOCK=BLOCK
+            weight, state["exp_avg"], state["exp_avg_sq"], rate, count, eps, BLOCK=BLOCK, enable_fp_fusion=True
         )
     torch.autograd.graph.increment_version([weight for weight, _, _ in large])  # torch did not see the kernels write

@@ -125,5 +125,17 @@ def _launch(
 
     count, tiny = weight.numel(), torch.finfo(weight.dtype).tiny
     kernels.madam[(-(-count // BLOCK),)](
-        weight, grad, square, correction, lr, count, beta, 1 - beta, clip, limit, tiny, BLOCK=BLOCK
+        weight,
+        grad,
+        square,
+        correction,
+        lr,
+        count,
+        beta,
+        1 - beta,
+        clip,
+        limit,
+        tiny,
+        BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )

@@ -122,4 +122,5 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 def probe(zeros: Tensor) -> None:
     """Launch the kernel on tables of zeros, in which no tensor is active."""
     constants = {"W": tl.float32, "TILE": 1024, "SHAPES": 1 << 8, "FIX_MEAN": True, "FIX_NORM": True}
-    project[(1,)](zeros.int(), zeros.long(), zeros.int(), **constants, ROUNDING_ERROR=rounding_error(torch.float32))
+    constants |= {"ROUNDING_ERROR": rounding_error(torch.float32), "enable_fp_fusion": True}  # as tables.Launch has it
+    project[(1,)](zeros.int(), zeros.long(), zeros.int(), **constants)

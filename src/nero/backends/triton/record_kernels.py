@@ -2,7 +2,8 @@
 
 Launches of a step overlap on GPUs that can do so. The first after ``count`` lets the next start only after its own
 wait, so that every later launch finds what ``count`` wrote. Later launches work on other tensors, so they wait only
-before they end. The last launch is then the last to end, and what follows the step finds all of it done.
+before they end, unless they read what the one before wrote (``split_kernels.turn``). The last launch is then the last
+to end, and what follows the step finds all of it done.
 See :mod:`nero.backends.triton.kernels`.
 """
 
@@ -13,6 +14,7 @@ try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # a build for other GPUs
     gdc_launch_dependents = gdc_wait = None
+CAN_OVERLAP = gdc_wait is not None
 
 # the fields of a record, in the order of tables.RECORD_FIELDS
 WEIGHT = tl.constexpr(0)
@@ -48,7 +50,7 @@ LETS_NEXT, WAITS_FIRST, WAITS_LAST = tl.constexpr(1), tl.constexpr(2), tl.conste
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Wait for the launch before, and only then let the next start where this one leaves room."""
+    """Wait for the launch before, if bit ``WAITS_FIRST`` is set; then let the next start where this one leaves room."""
     if WAITS_FIRST & OVERLAP:
         gdc_wait()
     if LETS_NEXT & OVERLAP:

@@ -5,7 +5,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import reduce
 from operator import or_
 from typing import Any, TypeAlias
@@ -66,8 +66,8 @@ class TritonSweep(Sweep):
 
     def _step(self, addresses: list[int], rates: Sequence[Rates]) -> None:
         if rates is not self._rates:
-            self._rates = rates
             self._words = [word for rate in rates[: self._groups] for word in self._encode(rate)]
+            self._rates = rates
         is_cuda = self._device.type == "cuda"
         with self._on_device:
             stream = torch._C._cuda_getCurrentRawStream(self._device.index) if is_cuda else 0
@@ -129,7 +129,7 @@ class Upload:
         self._table, self._is_cuda = table, table.is_cuda
         self._pack = struct.Struct(f"{len(table)}q").pack_into
         self._buffers: deque[tuple[Buffer, Any]] = deque()  # the one in use the longest is first
-        # torch does not know that a kernel reads its memory; a finaliser must not call CUDA, which may capture a graph
+        # torch does not know that a kernel reads its memory. No call of CUDA: a graph may be in capture when this runs
         weakref.finalize(self, DROPPED.extend, self._buffers).atexit = False
         self._unread: Any = None  # the event of a buffer for which no kernel has been launched yet
         self._stream: tuple[int, Any] = (-1, None)  # kept, since finding it takes time
@@ -147,10 +147,7 @@ class Upload:
         if self._buffers and self._buffers[0][1].query():
             self._buffers.rotate(-1)
         else:
-            for _ in range(len(DROPPED)):
-                buffer, event = DROPPED.popleft()
-                if not event.query():
-                    DROPPED.append((buffer, event))
+            _forget_read()
             self._buffers.append((self._buffer(), torch.cuda.Event()))  # type: ignore[no-untyped-call]
         buffer, self._unread = self._buffers[-1]
         return self._fill(buffer, words)
@@ -185,3 +182,12 @@ class Upload:
         tensor, memory = buffer
         self._pack(memory, 0, *words)
         return tensor
+
+
+def _forget_read() -> None:
+    """Let go of dropped buffers that the device has read."""
+    for _ in range(len(DROPPED)):
+        with suppress(IndexError):  # another thread was faster
+            dropped = DROPPED.popleft()
+            if not dropped[1].query():
+                DROPPED.append(dropped)

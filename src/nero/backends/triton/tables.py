@@ -190,7 +190,7 @@ def make_tables(lines: Sequence[Line], aligned: Sequence[bool], device: torch.de
 
 
 def _overlap(launches: Sequence[Launch], is_possible: bool) -> None:
-    """Say of every launch how it overlaps with the one before; see :mod:`nero.backends.triton.record_kernels`."""
+    """Say of every launch how it overlaps with its neighbours; see :mod:`nero.backends.triton.record_kernels`."""
     from nero.backends.triton import record_kernels, split_kernels
 
     for number, launch in enumerate(launches):
@@ -204,7 +204,10 @@ def _overlap(launches: Sequence[Launch], is_possible: bool) -> None:
 
 
 def _share_memory(lines: Sequence[Line]) -> bool:
-    """Return whether the memory of a parameter reaches into that of another, as of a transposed view of it."""
+    """Return whether the memory of a parameter reaches into that of another, as of a transposed view of it.
+
+    Overlapping launches would both write there.
+    """
     own = (line.job.parameter for line in lines)
     extents = sorted((each.data_ptr(), each.data_ptr() + span(each) * each.element_size()) for each in own)
     return any(end > start for (_, end), (start, _) in pairwise(extents))
@@ -212,7 +215,11 @@ def _share_memory(lines: Sequence[Line]) -> bool:
 
 def _can_overlap(device: torch.device) -> bool:
     """Return whether a launch may start before the one before has ended: on NVIDIA's GPUs since Hopper."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    from nero.backends.triton.record_kernels import CAN_OVERLAP
+
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return CAN_OVERLAP and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def bits(number: float) -> int:

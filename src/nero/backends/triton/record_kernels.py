@@ -1,9 +1,9 @@
 """Records of tensors: their fields, how Triton kernels read them, and how launches wait for each other.
 
 Launches of a step overlap on GPUs that can do so. The first after ``count`` lets the next start only after its own
-wait, so that every later launch finds what ``count`` wrote. Later launches work on other tensors, so they wait only
-before they end, unless they read what the one before wrote (``split_kernels.turn``). The last launch is then the last
-to end, and what follows the step finds all of it done.
+wait, so that every later launch finds what ``count`` wrote. Later launches let the next start at once, and work on
+other tensors, so they wait only before they end, unless they read what the one before wrote (``split_kernels.turn``).
+The last launch is then the last to end, and what follows the step finds all of it done.
 See :mod:`nero.backends.triton.kernels`.
 """
 
@@ -44,16 +44,20 @@ FIRST_TILE = tl.constexpr(23)
 SUMS = tl.constexpr(24)  # the index of the first sum of split neurons
 FIELDS = tl.constexpr(25)
 
-#: Bits of ``OVERLAP``: a launch lets the next start early; it waits for the end of the one before, first or last.
+#: Bits of ``OVERLAP``: a launch lets the next start at once; it waits for the end of the one before, first or last;
+#: it lets the next start after the first wait.
 LETS_NEXT, WAITS_FIRST, WAITS_LAST = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)
+LETS_NEXT_THEN = tl.constexpr(8)
 
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """Wait for the launch before, if bit ``WAITS_FIRST`` is set; then let the next start where this one leaves room."""
+    """Let the next launch start where this one leaves room, and wait for the one before; see the bits."""
+    if LETS_NEXT & OVERLAP:
+        gdc_launch_dependents()
     if WAITS_FIRST & OVERLAP:
         gdc_wait()
-    if LETS_NEXT & OVERLAP:
+    if LETS_NEXT_THEN & OVERLAP:
         gdc_launch_dependents()
 
 

@@ -198,7 +198,7 @@ def _overlap(launches: Sequence[Launch], is_possible: bool) -> None:
         waits = record_kernels.WAITS_FIRST if reads_last else record_kernels.WAITS_LAST
         overlap = waits.value if number else 0
         if number < len(launches) - 1:
-            overlap |= record_kernels.LETS_NEXT.value
+            overlap |= (record_kernels.LETS_NEXT_THEN if number == 1 else record_kernels.LETS_NEXT).value
         launch.constants["OVERLAP"] = overlap if is_possible else 0
         launch.is_early = is_possible and number > 0
 
@@ -238,9 +238,13 @@ def _is_contiguous(layout: Layout) -> bool:
 
 
 def _by_kind(lines: Sequence[Line], aligned: Sequence[bool]) -> dict[Kind, list[int]]:
-    """Group the indices of lines by kind."""
+    """Group the indices of lines by kind, in the order of their launches.
+
+    Neurons that are split come first: the other launches fill the time that their second waits for their first. Gains
+    and biases come last.
+    """
     by_kind: dict[Kind, list[int]] = {}
-    for i in sorted(range(len(lines)), key=lambda i: not lines[i].job.axes):  # gains and biases last
+    for i in sorted(range(len(lines)), key=lambda i: (not lines[i].job.axes, lines[i].layout.fan_in <= MAX_FAN_IN)):
         kind = _kind(lines[i], aligned[i])
         if not lines[i].job.axes:  # constraints do not apply to them, so they join the first launch that fits
             kind = next((other for other in by_kind if other[:5] == kind[:5] and not other.split), kind)

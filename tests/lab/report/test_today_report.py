@@ -234,9 +234,11 @@ def test_transfer_gives_best_rates_and_cost_of_keeping_one():
 
 
 def test_transfer_has_no_best_rate_of_one_run():
-    small, large = search({0.01: 1.0}, task="gpt-w256"), search({0.01: 1.1, 0.02: 1.0}, task="gpt-w1024")
-    (row,) = rows_of(TABLES["widths"](Study(small + large)))
-    assert row[1:5] == ["0.01 alone (1.0000)", "not run", "≥ 0.02 (1.0000)", "1"]
+    one, two = {0.01: 1.0}, {0.01: 1.1, 0.02: 1.0}
+    (row,) = rows_of(TABLES["widths"](Study(search(one, task="gpt-w256") + search(two, task="gpt-w1024"))))
+    assert row[1:5] == ["0.01 alone (1.0000)", "not run", "≥ 0.02 (1.0000)", "-"]
+    (row,) = rows_of(TABLES["widths"](Study(search(two, task="gpt-w256") + search({0.02: 1.0}, task="gpt-w1024"))))
+    assert row[3:] == ["0.02 alone (1.0000)", "-", "-"]
 
 
 def test_airbench_counts_runs_at_the_target():

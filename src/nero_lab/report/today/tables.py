@@ -137,10 +137,11 @@ def transfer(study: Study, kind: str) -> str:
         ]
         known = [rate for rate, found in zip(best, searches, strict=True) if rate is not None and len(found) > 1]
         cost = "-"
-        if best[0] is not None and best[-1] is not None and best[0] in searches[-1]:
+        if best[0] is not None and best[-1] is not None and best[0] in searches[-1] and len(searches[-1]) > 1:
             kept, tuned = (searches[-1][rate].value for rate in (best[0], best[-1]))
             cost = f"{100 * (kept / tuned - 1):.2f} %" if math.isfinite(kept) else "diverges"
-        rows.append([_name(contender), *cells, f"{max(known) / min(known):.3g}" if known else "-", cost])
+        factor = f"{max(known) / min(known):.3g}" if len(known) > 1 else "-"
+        rows.append([_name(contender), *cells, factor, cost])
     if not rows:
         return NOT_RUN
     head = ["contender", *(f"{kind} {size}" for size in sizes), "best rates differ by"]

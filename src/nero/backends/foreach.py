@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero import rule
@@ -117,15 +118,17 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     step = torch.stack([state["step"] for state in states])
     stacked = {
         "step": step.view(-1, *[1] * jobs[0].parameter.dim()),
-        "grad_norm": torch.stack([state["grad_norm"] for state in states]),
+        "grad_norm": _stacked([state["grad_norm"] for state in states]),
     }
     if "radius" in states[0]:
-        stacked["radius"] = torch.stack([state["radius"] for state in states])
+        stacked["radius"] = _stacked([state["radius"] for state in states])
     weights, buffers = [job.parameter for job in jobs], [job.buffer for job in jobs if job.buffer is not None]
     axes = tuple(axis + 1 for axis in jobs[0].axes)
-    buffer = torch.stack(buffers) if buffers else None
-    job = Job(torch.stack(weights), torch.stack([job.grad for job in jobs]), stacked, axes, 0.0, buffer)
-    update = apply_rule(job, settings)
+    buffer = _stacked(buffers) if buffers else None
+    job = Job(_stacked(weights), _stacked([job.grad for job in jobs]), stacked, axes, 0.0, buffer)
+    # some other devices have no float64; float64 weights would need a wider one
+    is_single = states[0]["grad_norm"].dtype == torch.float32 and weights[0].device.type in ("cuda", "cpu")
+    update = _turned_in_double(job, settings) if is_single else apply_rule(job, settings)
     targets = [(weights, update.parameter)]
     if update.momentum_buffer is not None:
         targets.append((buffers, update.momentum_buffer))
@@ -135,3 +138,55 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     torch._foreach_copy_([state["grad_norm"] for state in states], list(update.grad_norm.unbind()))
     skipped = update.skipped.flatten(1).sum(1)
     torch._foreach_add_([state["skipped"] for state in states], list(skipped.unbind()))
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
+
+
+def _turned_in_double(job: Job, settings: Settings) -> rule.Update:
+    """Apply :func:`nero.rule.turn` to float32 or narrower weights, in half of its passes over the elements.
+
+    In float64 no square of a float32 leaves the range, so elements need not be divided by the largest first, and the
+    norm after the step follows from that before its mean is subtracted.
+    """
+    w, state, axes, lr = job.parameter, job.state, job.axes, settings.angle
+    radius, momentum = state.get("radius", 1.0), job.momentum(settings)
+    u, moved = rule.direction(job.grad if momentum is None else job.grad.float(), momentum)
+    length, least = _norm(u, axes).float(), rule.least_length(momentum, torch.float32)
+    average = rule.running_average(state["grad_norm"], length, state["step"], settings.beta, settings.longest, least)
+
+    # w <- w - η |w| / ḡ · u
+    scale: rule.Number | None = settings.scale
+    if scale is None:
+        size = _norm(w, axes)
+        scale = torch.where(size > 0, size, rule.SCALE_AT_ORIGIN)
+        if isinstance(radius, Tensor):
+            scale = torch.where(radius < 0, -radius, scale)
+    turned = torch.addcmul(w, u, -(lr * scale) / average.divisor.double())
+
+    # w <- w - mean(w); w <- w / |w|
+    left = square = _norm(turned, axes).square()
+    possible, mean = (square > 0) & square.isfinite(), torch.zeros_like(square)
+    fan_in = w.numel() // square.numel()
+    if settings.fix_mean and fan_in != 2:
+        mean = rule.held(turned.mean(axes, keepdim=True), radius)
+        left = square - fan_in * mean.square()
+        possible &= left > (16 * torch.finfo(torch.float32).eps) ** 2 * square  # else rounding, not a direction
+    if settings.fix_norm:
+        norm = torch.where(possible, left, 1.0).sqrt()
+        stretch = rule.bound(radius) / norm
+        if isinstance(radius, Tensor):  # a neuron that started at zero may be shorter
+            stretch = torch.where(norm < -radius, 1.0, stretch)
+    else:
+        stretch = torch.ones_like(mean)
+        possible &= square.sqrt() < torch.finfo(torch.float32).max / 2
+    projected = torch.empty_like(turned, dtype=torch.float32)
+    torch.addcmul(-mean * stretch, turned, stretch, out=projected)
+    weights = torch.where(average.moving & possible & (lr != 0), projected, w)
+    return rule.Update(weights, average.grad_norm, average.skipped, rule.kept_buffer(momentum, moved, average.skipped))
+
+
+def _norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float64)
+    return norms

@@ -23,6 +23,31 @@ def test_deepest_of_concatenated_branches_counts():
     assert nero.depth_of(Branches(), X) == 4
 
 
+class WithToken(nn.Module):
+    """Two layers, and a learned token that joins the signal between them."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.first, self.last = how, nn.Linear(8, 8), nn.Linear(8, 8)
+        self.token = nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        if self.how == "cat":
+            hidden = torch.cat([self.token, hidden])
+        elif self.how == "where":
+            hidden = torch.where(torch.arange(len(inputs))[:, None] > 1, hidden, self.token)
+        else:
+            hidden = hidden.clone()
+            hidden[0] = self.token[0]
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("how", ["cat", "where", "assign"])
+def test_learned_token_is_a_branch_not_a_layer(how):
+    assert nero.depth_of(WithToken(how), X) == 2
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.1, -2.0])
 def test_added_branches_count_by_their_shares(alpha):
     first, second, third = Block(2, alpha=alpha), Block(3, alpha=alpha), nn.Linear(8, 8)

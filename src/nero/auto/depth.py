@@ -26,6 +26,8 @@ LONGEST_STEP = 3.0
 _REMEDY = "give lr as a number, or give depth=..."
 #: Operations that add two branches.
 _SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
+#: Operations that put tensors side by side, such as a learned token and words: weights are then a branch of depth one.
+_JOINS = frozenset({"cat", "stack", "where", "copy_", "index_put", "index_put_", "masked_scatter", "masked_scatter_"})
 
 
 class _Signal(NamedTuple):
@@ -249,9 +251,11 @@ def _source_of_result(name: str, given: list[Tensor], sources: list[_Source], op
     if not signals:
         return _Weights(has_neurons)
     trained = len(signals) < len(sources) or any(signal.trained for signal in signals)
+    depths = [source.depth if isinstance(source, _Signal) else float(source.neurons) for source in sources]
+    if name in _JOINS:
+        return _Signal(max(depths), trained)
     if name not in _SUMS or len(given) < 2:
         return _Signal(max(signal.depth for signal in signals) + has_neurons, trained)
-    depths = [source.depth if isinstance(source, _Signal) else float(source.neurons) for source in sources]
     if depths[0] == depths[1] or not min(depths):  # adding a constant, an input or a bias keeps the depth
         return _Signal(max(depths), trained)
     return _Signal(_depth_of_sum(name, given, depths, options), trained)

@@ -133,6 +133,8 @@ def test_roles_of_haiku_by_its_names():
     [
         ("Dense_0__kernel", (12, 8, 4)),  # twelve layers of a scan
         ("query__kernel", (12, 8, 2, 4)),
+        ("qkv__kernel", (64, 3, 4, 16)),  # several axes of outputs
+        ("out__kernel", (12, 8, 8)),  # twelve layers of a scan, not of attention
         ("Conv_0__kernel", (3, 3, 3, 2, 4)),  # three axes of space, or three layers of a scan
         ("weight", (8, 4)),  # (in, out), or (out, in)
     ],
@@ -176,6 +178,15 @@ def test_gain_penalty_leaves_gains_around_zero():
     updates, _ = jax.jit(optimiser.update)(params, optimiser.init(params), params)
     assert updates["scale"].tolist() == [0, 0, 0]
     np.testing.assert_allclose(updates["gain"], 0.1, rtol=1e-6)
+
+
+def test_square_windows_are_convolutions_under_any_name():
+    assert by_name(roles_of(shapes(stem__kernel=(7, 7, 3, 64)))) == {"stem/kernel": (0, 1, 2)}
+
+
+def test_first_norms_are_not_checked():
+    with pytest.raises(ValueError, match=r"give fix_norm=False"):
+        nero.jax.is_balanced({"kernel": jnp.ones((4, 2))}, fix_norm="initial")
 
 
 def test_balance_is_idempotent_and_keeps_norms_if_told():

@@ -5,7 +5,7 @@ axes. A pytree holds no layers: where name and shape leave two answers, :func:`r
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -23,6 +23,8 @@ _GAIN = re.compile(r"(layer_)?scale|gain|gamma")
 _VECTORS = re.compile(r"(.*_)?(emb|embed|embeddings?|tokens?|cls)")
 _RELATIVE_BIAS = re.compile(r"rel(ative)?_?(pos\w*|attention)_bias|rel_embedding")
 _KERNEL = re.compile(r"kernel|w|lora_[ab]")
+#: The widest square window of a convolution whose name does not tell that it is one.
+MAX_WINDOW = 16
 _PROJECTIONS = ("query", "key", "value")  # of flax's attention: (in, heads, features)
 
 
@@ -50,6 +52,7 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
     """
     overrides = dict(overrides or {})
     leaves, structure = tree_flatten_with_path(params)
+    known = {name_of(path) for path, _ in leaves}
     unused, unknown, roles = set(overrides), [], []
     for path, leaf in leaves:
         name = name_of(path)
@@ -57,7 +60,7 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
         shape = jnp.shape(leaf)
         matches = [pattern for pattern in overrides if _is_found(pattern, name)]
         unused.difference_update(matches)
-        role = overridden(name, shape, overrides[matches[-1]]) if matches else _role(name, shape)
+        role = overridden(name, shape, overrides[matches[-1]]) if matches else _role(name, shape, known)
         if role is None:
             unknown.append(f"{name} {shape}")
         roles.append(role)
@@ -81,8 +84,8 @@ def _is_found(pattern: str, name: str) -> bool:
         raise ValueError(f"overrides are regular expressions, and {pattern!r} is not one: {error}") from error
 
 
-def _role(name: str, shape: tuple[int, ...]) -> Role | None:
-    """Return the role of a parameter by its name and shape; None if they do not tell it."""
+def _role(name: str, shape: tuple[int, ...], names: Container[str]) -> Role | None:
+    """Return the role of a parameter by its name and shape, among others; None if they do not tell it."""
     *modules, own = name.split("/")
     module, axes = modules[-1] if modules else "", range(len(shape))
     if _BIAS.fullmatch(own) or _RELATIVE_BIAS.search(name):
@@ -99,8 +102,10 @@ def _role(name: str, shape: tuple[int, ...]) -> Role | None:
         return Role("neuron", tuple(axis for axis in axes if axis != len(shape) - 2), why=own).on(shape)
     if module in _PROJECTIONS and len(shape) == 3:
         return Role("neuron", (0,), why=f"attention's {module}").on(shape)
-    # other kernels of three axes may be those of layers that are stacked by a scan, or have several axes of outputs
-    is_known = {2: True, 3: "conv" in module.lower() or module == "out", 4: module not in (*_PROJECTIONS, "out")}
+    # other kernels of three or four axes may be of layers that a scan has stacked, or have several axes of outputs
+    is_conv = "conv" in module.lower()
+    is_attention = module == "out" and "/".join([*modules[:-1], "query", own]) in names
+    is_known = {2: True, 3: is_conv or is_attention, 4: is_conv or shape[0] == shape[1] <= MAX_WINDOW}
     return Role("neuron", tuple(axes[:-1]), why=own).on(shape) if is_known.get(len(shape)) else None
 
 

@@ -268,13 +268,17 @@ def balance(params: Tree, *, fix_mean: bool = True, fix_norm: FixNorm = True, ro
     return jax.jit(lambda tree: map_with_roles(balanced, roles, tree))(params)
 
 
-def is_balanced(params: Tree, *, fix_mean: bool = True, fix_norm: bool = True, roles: Tree | None = None) -> bool:
+def is_balanced(params: Tree, *, fix_mean: bool = True, fix_norm: FixNorm = True, roles: Tree | None = None) -> bool:
     """Check that all neurons are balanced, to the rounding of their dtype. The arguments are those of :func:`nero`.
 
     Raises:
-        ValueError: if there are no neurons.
+        ValueError: if there are no neurons, or for ``fix_norm="initial"``: params do not tell their first norms.
     """
     check_constraints(fix_mean, fix_norm)
+    if fix_norm == "initial":
+        raise ValueError(
+            "params do not tell the norms they started with: give fix_norm=False, or True for norms of one"
+        )
     check_arrays(params)
     roles = roles_of(params) if roles is None else roles
     kinds = map_with_roles(lambda role, w: role.kind if w.size else "empty", roles, params)
@@ -284,7 +288,7 @@ def is_balanced(params: Tree, *, fix_mean: bool = True, fix_norm: bool = True, r
     def check(role: Role, w: Array) -> Array:
         if role.kind != "neuron" or not w.size:
             return jnp.array(True)
-        return jnp.all(_is_balanced(role, w, fix_mean, fix_norm, jnp.ones((), statistics_dtype(w.dtype))))
+        return jnp.all(_is_balanced(role, w, fix_mean, bool(fix_norm), jnp.ones((), statistics_dtype(w.dtype))))
 
     checked = jax.jit(
         lambda tree: jax.tree.reduce(jnp.logical_and, map_with_roles(check, roles, tree), jnp.array(True))
@@ -317,7 +321,7 @@ def _radius(role: Role, w: Array, fix_norm: FixNorm) -> Array:
     if role.kind != "neuron":
         return jnp.zeros((), wide.dtype)
     size = rule.norm(wide, role.axes)
-    held = jnp.minimum(size, float(rule.limits(w.dtype).max) / 2) if fix_norm == "initial" else jnp.ones_like(size)
+    held = jnp.minimum(size, float(rule.limits(wide.dtype).max) / 2) if fix_norm == "initial" else jnp.ones_like(size)
     return jnp.where(size == 0, -1.0, held)
 
 

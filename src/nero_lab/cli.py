@@ -65,11 +65,7 @@ class SweepCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    cls=InterruptibleGroup,
-    no_args_is_help=True,
-    add_completion=False,
-)
+app = typer.Typer(cls=InterruptibleGroup, no_args_is_help=True, add_completion=False)
 console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 #: Default folder of records. It differs from the folder of the committed ones, so that a reproduction starts empty.
@@ -226,7 +222,7 @@ def sweep(
 @app.command()
 def plan(
     task: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Only these tasks.")] = None,
-    study: Annotated[str, typer.Option(help="Without tasks: paper, today or claims.")] = "paper",
+    study: Annotated[str, typer.Option(help="Without tasks: paper, today, depth or claims.")] = "paper",
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
     run: Annotated[int, typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in processes.")] = 0,
     minutes: Annotated[float, typer.Option(min=0, help="With --run: start no run after this time.")] = math.inf,
@@ -239,7 +235,7 @@ def plan(
         raise SettingError("name tasks or a --study, not both")
     tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
     if not tasks:
-        raise SettingError(f"there is no study {study!r}: take paper, today or claims")
+        raise SettingError(f"there is no study {study!r}: take paper, today, depth or claims")
     known = next((each for each in PRECISIONS if each == precision), None)
     if known != precision:
         raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -252,6 +248,8 @@ def plan(
     runs = list(dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing))
     for settings in runs:
         _check_precision(settings.precision, _device(device))
+    for each in {cell.task.name: cell.task for cell in cells if cell.missing}.values():
+        Store(records).check(each, _bytes_needed(each, run))
     with _exit_if_stopped():
         train_in_processes(runs, data, _device(device), records, run, minutes=minutes, say=console.print)
 

@@ -82,7 +82,8 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
 
 def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precision: Precision) -> list[Cell]:
     options = dict(task.contenders[contender].options)
-    whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "options": options}
+    whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "batch": task.batch, "options": options}
+    whole["data"] = None  # not of a stand-in
     own = [record for record in records if all(record.get(key) == value for key, value in whole.items())]
     done = {(record["lr"], record["seed"]) for record in own}
 

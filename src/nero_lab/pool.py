@@ -1,13 +1,14 @@
 """Runs of several tasks in several processes, which share one GPU or the cores of a machine."""
 
 import os
+import threading
 import time
 from _thread import interrupt_main
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -117,7 +118,7 @@ class _Worker:
         self, stop: Event, folder: Path | None, device: torch.device, root: Path, find: Find, processes: int
     ) -> None:
         self.stop, self.folder, self.device, self.store, self.find = stop, folder, device, Store(root), find
-        self.processes = processes
+        self.processes, self.busy = processes, threading.Lock()
         self.task, self.is_stopping = "", False
 
     def plan(self, *_: object) -> None:
@@ -144,6 +145,16 @@ def _begin(*arguments: Any) -> None:
     os.setsid()  # an interrupt from the keyboard reaches the command alone, which sets ``stop``
     torch.set_num_threads(1)
     _worker = _Worker(*arguments)
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    """End this process when the command has died, after its run is saved."""
+    if command := parent_process():
+        command.join()
+        _worker.stop.set()
+        with _worker.busy:
+            os._exit(1)
 
 
 def _train(settings: Settings) -> dict[str, Any] | None:
@@ -152,7 +163,8 @@ def _train(settings: Settings) -> dict[str, Any] | None:
         torch.compiler.reset()  # code compiled for other shapes would count towards torch's limit
         _worker.task = settings.task
     task, data = _worker.find(settings, _worker.folder, _worker.device)
-    try:
-        return train(task, [settings], data, _worker.store, _worker)[0]
-    except KeyboardInterrupt:
-        return None
+    with _worker.busy:
+        try:
+            return train(task, [settings], data, _worker.store, _worker)[0]
+        except KeyboardInterrupt:
+            return None

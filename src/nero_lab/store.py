@@ -82,6 +82,7 @@ class Store:
         """
         path = self.path(task, settings, ".json")
         wanted = {**asdict(settings), "batch": task.batch, "options": _options(task, settings)}
+        where, remedy = str(path), "move it away"
         if path.exists():
             record = _parse_record(_read(path), str(path))
         else:
@@ -89,16 +90,17 @@ class Store:
             record = next((each for each in packed if all(each.get(key) == wanted[key] for key in wanted)), {})
             if not record:
                 return None
+            where, remedy = record["path"], "delete that line"
         if differing := [key for key, value in wanted.items() if record.get(key) != value]:
             key = differing[0]
-            raise StoreError(f"{path} is the record of another run with {key} {record.get(key)!r}: move it away")
+            raise StoreError(f"{where} is the record of another run with {key} {record.get(key)!r}: {remedy}")
         if (count := len(record["curve"].get(task.metric, ()))) != settings.epochs:
             raise StoreError(
-                f"{path} has {count} values of {task.metric} for {settings.epochs} epochs: "
-                "move it away to make the run again"
+                f"{where} has {count} values of {task.metric} for {settings.epochs} epochs: "
+                f"{remedy} to make the run again"
             )
         if self.weights and not self.path(task, settings, ".pt").exists():
-            raise StoreError(f"{path} is the record of a run without saved weights: move it away to train again")
+            raise StoreError(f"{where} is the record of a run without saved weights: {remedy} to train again")
         return record
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
@@ -246,7 +248,8 @@ def pack_records(root: Path) -> None:
         packed = root / f"{folder.name}.jsonl"
         lines = _read(packed).splitlines() if packed.exists() else []
         single = sorted(folder.glob("*.json"))
-        lines += [json.dumps(_parse_record(_read(path), str(path))).encode() for path in single]
+        new = [json.dumps(_parse_record(_read(path), str(path))).encode() for path in single]
+        lines += [line for line in new if line not in lines]  # some are there, if this was interrupted before
         write_bytes(packed, b"".join(line + b"\n" for line in lines))
         for path in single:
             path.unlink()

@@ -156,8 +156,9 @@ class _Runner:
 
 @contextmanager
 def deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], int]]:
-    """Defer SIGINT and SIGTERM. Yield a function that returns the number of the signal that came, or 0.
+    """Defer the signals of an interrupt. Yield a function that returns the number of the one that came, or 0.
 
+    They are SIGINT, SIGTERM, and SIGHUP of a closed terminal, unless it is ignored, as under ``nohup``.
     The first signal calls ``on_first`` immediately, because a step may take minutes on a CPU. A second one raises.
     """
     received = 0
@@ -173,7 +174,10 @@ def deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], i
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0  # only the main thread can handle signals
         return
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield lambda: received
     finally:

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from functools import cache, partial
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,13 @@ def find_fast(settings, *_):
 def find_and_interrupt(*_):
     """Interrupt the command that has started this process, and find a task that is slow enough to notice it."""
     os.kill(os.getppid(), signal.SIGINT)
+    return replace(FAST, loop=Slow), make_data()
+
+
+def find_and_kill(*_):
+    """Kill the command that has started this process, whose number is left in a file, and find a slow task."""
+    Path("worker").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
     return replace(FAST, loop=Slow), make_data()
 
 

@@ -92,7 +92,7 @@ def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("option", "fault"),
     [
-        (("--study", "none"), "there is no study 'none': take paper, today or claims"),
+        (("--study", "none"), "there is no study 'none': take paper, today, depth or claims"),
         (("--precision", "int8"), "the precision must be one of"),
         (("no-task",), "there is no task 'no-task'"),
         (("mnist-deep", "--study", "today"), "name tasks or a --study, not both"),

@@ -237,6 +237,17 @@ def test_packed_records_are_found_and_not_run_again(tmp_path):
     assert store.record(FAST, FAST.settings("sgd", seed=2, epochs=1)) is None
     again = train(FAST, runs, make_data(), store, observer)
     assert [found["seconds"] for found in again] == [record["seconds"] for record in records]
+    with pytest.raises(StoreError, match=r"\.jsonl:1 is the record of a run without saved weights: delete that line"):
+        Store(tmp_path, weights=True).record(FAST, runs[0])
+
+
+def test_packing_that_was_interrupted_adds_no_record_twice(tmp_path, monkeypatch):
+    train(FAST, [FAST.settings("sgd", epochs=1)], make_data(), Store(tmp_path), RecordingObserver())
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda _: None)  # as if it had died before
+        pack_records(tmp_path)
+    pack_records(tmp_path)
+    assert len(read_records(tmp_path)) == 1
 
 
 def test_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -322,7 +322,12 @@ def test_train_outside_main_thread_works(tmp_path):
 
 
 def record(contender, lr, seed=0, **changes):
-    task = {"task": TASK.name, "epochs": TASK.epochs, "options": dict(TASK.contenders[contender].options)}
+    task = {
+        "task": TASK.name,
+        "epochs": TASK.epochs,
+        "batch": TASK.batch,
+        "options": dict(TASK.contenders[contender].options),
+    }
     curve = {"test_accuracy": [lr], "train_loss": [1.0]}
     return {**task, "optimiser": contender, "lr": lr, "seed": seed, "curve": curve, **changes}
 
@@ -342,7 +347,9 @@ def test_plan_finds_missing_rates_and_seeds():
     assert cells[-1][1:3] == ("sgd", "search")
 
 
-@pytest.mark.parametrize("changes", [{"epochs": 1}, {"options": {"beta": 0.5}}, {"task": "other"}])
+@pytest.mark.parametrize(
+    "changes", [{"epochs": 1}, {"options": {"beta": 0.5}}, {"task": "other"}, {"batch": 3}, {"data": "a stand-in"}]
+)
 def test_plan_ignores_runs_of_other_settings(changes):
     cells = cells_of([TASK], [record("nero", 0.01, **changes)], None)
     assert missing(cells, "nero", "seeds")[0] == [(0.01, 0), (0.01, 1), (0.01, 2)]
@@ -394,6 +401,35 @@ def test_interrupted_processes_save_their_runs(tmp_path):
     assert not list(tmp_path.rglob("*.json"))
     train(TASK, runs, make_data(), Store(tmp_path), RecordingObserver())
     assert [record["resumed"] > 0 for record in read_records(tmp_path)] == [True, False]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_processes_save_and_end_when_the_command_dies(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from lab.helpers import CPU, FAST, find_and_kill\n"
+        "from nero_lab.pool import train_in_processes\n"
+        "if __name__ == '__main__':\n"
+        "    runs = [FAST.settings('nero')]\n"
+        "    train_in_processes(runs, None, CPU, Path(), 1, minutes=9.0, say=print, find=find_and_kill)\n"
+    )
+    done = subprocess.run([sys.executable, script], timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    worker, deadline = int((tmp_path / "worker").read_text()), time.monotonic() + 60
+    while is_alive(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_alive(worker)
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # which waits for whoever adopted it
 
 
 def test_no_run_starts_after_the_minutes(tmp_path):

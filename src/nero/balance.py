@@ -210,6 +210,7 @@ def balance_after_step(
     """
     check_option("fix_mean", fix_mean)
     check_option("fix_norm", fix_norm)
+    optimiser = unwrapped(optimiser)
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
         raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, got {optimiser!r}")
     neurons = [
@@ -230,6 +231,13 @@ def balance_after_step(
     if at_once:
         balance(lambda _: True)
     return optimiser.register_step_post_hook(lambda *_: balance(lambda parameter: parameter.grad is not None))
+
+
+def unwrapped(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimiser inside of wrappers that hold it as ``optimizer``, as Accelerate's and Lightning's do."""
+    while isinstance(inner := getattr(optimiser, "optimizer", None), torch.optim.Optimizer):
+        optimiser = inner
+    return optimiser
 
 
 def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:

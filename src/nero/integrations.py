@@ -15,7 +15,8 @@ def register_timm() -> None:
     """Let ``timm.optim.create_optimizer_v2(model, "nero")`` make a :class:`nero.Nero` with the roles of the layers.
 
     timm hands groups of plain parameters to an optimiser, which do not tell the roles. For ``"nero"`` the groups are
-    those of :func:`nero.param_groups`, or of ``param_group_fn`` if that is given. Needs timm 1.0.12 or newer.
+    those of :func:`nero.param_groups`, or of ``param_group_fn`` if that is given. timm's own ``momentum``, which is 0.9
+    unless given, does not reach Nero. Needs timm 1.0.12 or newer.
 
     Raises:
         ValueError: by ``create_optimizer_v2(model, "nero", layer_decay=...)``, since timm would group by depth.

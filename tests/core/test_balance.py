@@ -153,6 +153,25 @@ def test_balance_after_step_equals_step_then_balance():
         assert torch.equal(a, b)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Holds an optimiser as Accelerate does, without what the base class sets up."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+def test_balance_after_step_of_a_wrapped_optimiser():
+    layer = nn.Linear(8, 4)
+    wrapper = Wrapper(torch.optim.SGD(layer.parameters(), lr=0.1))
+    nero.balance_after_step(wrapper, layer, at_once=False)
+    layer(torch.randn(3, 8)).square().sum().backward()
+    wrapper.step()
+    assert nero.is_balanced(layer)
+
+
 def test_balance_after_step_not_at_once_waits():
     """The paper's baselines were not projected at initialisation."""
     layer = nn.Linear(6, 4)

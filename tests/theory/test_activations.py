@@ -32,6 +32,18 @@ def test_balanced_neurons_standardise_whitened_inputs():
     assert (after.samples, after.layer) == (200, "Linear")
 
 
+def test_table_shows_vanishing_activations_and_hides_rounding():
+    layers = [each for _ in range(20) for each in (nn.Linear(64, 64), nn.ReLU())]
+    for layer in layers[::2]:
+        nn.init.zeros_(layer.bias)
+    found = theory.preactivations(nn.Sequential(*layers), torch.randn(100, 64))
+    last = str(found).splitlines()[-1].split()
+    assert float(last[5]) == pytest.approx(found.layers[-1].variance, rel=0.01)
+    assert 0 < found.layers[-1].variance < 1e-10
+    exact = theory.preactivations(nero.balance_(nn.Linear(30, 12, bias=False).double()), whitened_inputs(200, 30, 7.0))
+    assert str(exact).splitlines()[-1].split()[2:5] == ["0", "0", "1"]
+
+
 def test_statistics_of_every_layer_type_match_direct_computation():
     torch.manual_seed(0)
     conv, up, head = nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 6, 3, groups=2), nn.Linear(6, 5)

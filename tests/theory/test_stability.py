@@ -241,6 +241,14 @@ def test_perturbation_with_autograd_history_is_accepted():
     assert (found.layers[0].change, found.layers[0].cosine) == pytest.approx((0.1, -1.0))
 
 
+@pytest.mark.gpu
+def test_perturbation_on_another_device_is_accepted():
+    model = linear_network(3, 2).cuda()
+    step = {"0.weight": 0.1 * model[0].weight.detach().cpu()}
+    found = theory.relative_change(model, lambda model: model[0].weight.square().sum(), step)
+    assert (found.layers[0].change, found.layers[0].cosine) == pytest.approx((0.1, -1.0))
+
+
 @pytest.mark.parametrize(("weight", "scale"), [(1e-165, 1.0), (1e160, 1.0), (1.0, 1e-170), (1.0, 1e160)])
 def test_step_whose_squares_overflow_is_measured(weight: float, scale: float):
     """All measurements are relative, so neither the scale of the weights nor of the loss matters."""

@@ -250,6 +250,9 @@ def test_state_dict_of_another_model_raises(change, says: str):
     with pytest.raises(ValueError, match=says):
         watched.load_state_dict(state)
     assert str(watched.state_dict()) == str(before)
+    for other in (model.state_dict(), optimiser.state_dict(), {}):
+        with pytest.raises(ValueError, match=r"not the state_dict\(\) of a watch: it has no 'start'"):
+            watched.load_state_dict(other)
 
 
 @pytest.mark.parametrize("step", ["a", "7", 1.5, True, torch.ones(2)])

@@ -1,5 +1,6 @@
 """The mean and variance of every layer's pre-activations, which balance standardises (Section 3.1)."""
 
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -79,10 +80,10 @@ class Preactivations:
                 each.name,
                 each.layer,
                 f"{each.means.numel():,}",
-                _format(each.mean),
-                _format(each.spread),
-                _format(each.variance),
-                f"{_format(float(each.variances.min()))} to {_format(float(each.variances.max()))}",
+                _format(each.mean, beside=math.sqrt(each.variance)),
+                _format(each.spread, beside=math.sqrt(each.variance)),
+                f"{each.variance:.3g}",
+                f"{float(each.variances.min()):.3g} to {float(each.variances.max()):.3g}",
             )
             for each in self.layers
         ]
@@ -173,8 +174,8 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return stance
 
 
-def _format(number: float) -> str:
-    return f"{round(number, 6) + 0.0:.3g}"  # rounding noise shows as 0, and never as -0
+def _format(number: float, beside: float) -> str:
+    return "0" if abs(number) < 1e-6 * beside else f"{number:.3g}"  # rounding noise of larger numbers
 
 
 def _returns_sums(module: nn.Module) -> bool:

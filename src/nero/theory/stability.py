@@ -274,7 +274,9 @@ def _cosine(change: Tensor | None, gradient: Tensor) -> float:
     if change is None or not (bool(change.any()) and bool(gradient.any())):
         return math.nan
     # divide by the largest elements, so that products neither overflow nor underflow
-    one, other = (each / each.abs().max() for each in (change.detach().double(), gradient.double()))
+    one, other = (
+        each / each.abs().max() for each in (change.detach().to(gradient.device, torch.float64), gradient.double())
+    )
     return max(-1.0, min(1.0, -float((one * other).sum()) / (frobenius_norm(one) * frobenius_norm(other))))
 
 

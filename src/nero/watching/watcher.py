@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nero.backends import has_entered
+from nero.balance import unwrapped
 from nero.extras import how_to_install
 from nero.optimiser import Nero
 from nero.rule import statistics_dtype
@@ -105,6 +106,8 @@ class Watch:
         Raises:
             ValueError: if it belongs to another model or follows other neurons.
         """
+        if missing := [key for key in ("start", "last", "readings") if key not in state_dict]:
+            raise ValueError(f"this is not the state_dict() of a watch: it has no {missing[0]!r}")
         # frozen parameters included: the run that was saved may have trained them
         samples = [take_sample(part.name, part, {}, self.neurons) for part in self.optimiser.parts()]
         own = {sample.name: sample.rows for sample in samples if sample is not None}
@@ -174,8 +177,7 @@ def watch(optimiser: torch.optim.Optimizer, neurons: int | None = 32) -> Watch:
         >>> 0 < reading["0.weight"].turned.middle < 200 * 0.01
         True
     """
-    while isinstance(inner := getattr(optimiser, "optimizer", None), torch.optim.Optimizer):
-        optimiser = inner
+    optimiser = unwrapped(optimiser)
     if not isinstance(optimiser, Nero):
         raise TypeError(f"watch needs a nero.Nero, got {type(optimiser).__name__}")
     return Watch(optimiser, None if neurons is None else as_int("neurons", neurons, 1, ", or None for all"))

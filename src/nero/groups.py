@@ -45,11 +45,11 @@ def param_groups(
         [('neuron', (1,), 0.02), ('bias', (), 0.02)]
     """
     options = own_options(options, "nero.param_groups")
-    groups: dict[Role, dict[str, Any]] = {}
+    groups: dict[tuple[Role, bool], dict[str, Any]] = {}
     parameters = dict(model.named_parameters())
     for name, role in roles_of(model, overrides).items():
         group = groups.setdefault(
-            role,
+            (role, role.is_pulled),
             {
                 "params": [],
                 "role": role.kind,
@@ -57,7 +57,7 @@ def param_groups(
                 "fan_in_groups": role.fan_in_groups,
                 **options,
                 **({"lr": own_rate(options["lr"])} if "lr" in options else {}),
-                **({"gain_penalty": 0.0} if role.has_offset else {}),
+                **({"gain_penalty": 0.0} if role.kind == "gain" and not role.is_pulled else {}),
             },
         )
         group["params"].append((name, parameters[name]))
@@ -95,7 +95,7 @@ def role_in(group: Mapping[str, Any], parameter: Tensor) -> Role:
 def name_of(groups: Sequence[dict[str, Any]], group: dict[str, Any], index: int) -> str:
     """Return the name of a parameter of a group."""
     names = group.get("param_names")
-    if names is not None:
+    if names is not None and index < len(names):  # users may append to the parameters alone
         return str(names[index])
     number = next(i for i, other in enumerate(groups) if other is group)
     return f"parameter {index} of group {number}"

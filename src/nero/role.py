@@ -28,6 +28,8 @@ class Role:
         why: the source of the role, for display; comparisons ignore it.
         has_offset: whether a gain is the w of a layer that scales by 1 + w, as Gemma's norms do. Such a gain is meant
             to be zero, so ``gain_penalty``, which pulls to one, leaves it out.
+        is_weight: whether a gain is the only weight of a neuron, whose fan-in is 1. ``gain_penalty`` leaves it out,
+            too; comparisons ignore it.
     """
 
     kind: Kind
@@ -35,6 +37,7 @@ class Role:
     fan_in_groups: int = 1
     why: str = field(default="given", compare=False)
     has_offset: bool = False
+    is_weight: bool = field(default=False, compare=False)
 
     def on(self, shape: Iterable[int]) -> "Role":
         """Return the role for a parameter of a shape: with its axes filled in, and a gain if its fan-in is 1.
@@ -52,7 +55,7 @@ class Role:
         role = replace(self, fan_in_axes=_checked_axes(self.fan_in_axes, shape))
         _check_groups(role, shape)
         if role.fan_in(shape) == 1:
-            return Role("gain", (), why=f"{self.why}, fan-in 1")
+            return Role("gain", (), why=f"{self.why}, fan-in 1", is_weight=True)
         return role
 
     def fan_in(self, shape: Iterable[int]) -> int:
@@ -77,6 +80,11 @@ class Role:
         """The fan-in axes of :meth:`view`."""
         axes = self.fan_in_axes or ()
         return axes if self.fan_in_groups == 1 else tuple(axis + 1 for axis in axes)
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether ``gain_penalty`` pulls it to one."""
+        return self.kind == "gain" and not (self.has_offset or self.is_weight)
 
     def __str__(self) -> str:
         if self.kind != "neuron":

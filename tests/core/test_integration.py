@@ -188,7 +188,7 @@ def test_sparse_gradient_of_pulled_gains_equals_dense():
     tables = [nn.Embedding(6, 1, sparse=sparse) for sparse in (False, True)]
     tables[1].load_state_dict(tables[0].state_dict())
     for table in tables:
-        optimiser = nero.Nero(table, gain_penalty=1.0)
+        optimiser = nero.Nero([{"params": table.parameters(), "role": "gain"}], gain_penalty=1.0)
         for _ in range(3):
             optimiser.zero_grad()
             table(torch.tensor([1, 2])).sum().backward()

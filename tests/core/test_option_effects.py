@@ -59,6 +59,19 @@ def test_gain_penalty_equals_quadratic_term_in_the_loss(backend: str):
         assert (pulled - free).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(1, 8), nn.Conv2d(4, 4, 1, groups=4)], ids=["linear", "depthwise"])
+def test_gain_penalty_leaves_weights_of_fan_in_one(layer: nn.Module):
+    model = nn.Sequential(layer, nn.LayerNorm(8))
+    before = layer.weight.detach().clone()
+    optimiser = nero.Nero(model, gain_penalty=1.0)
+    model[1].weight.data.fill_(2.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    assert torch.equal(layer.weight, before)
+    assert (model[1].weight < 2).all()
+
+
 def test_gain_penalty_pulls_gains_alone():
     """Without a gradient of the loss, gains converge to one, and all else stays exactly."""
     model = network_with_gains()

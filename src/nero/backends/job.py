@@ -212,7 +212,7 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
             buffer = state["momentum_buffer"] = _new_buffer(buffer, member.parameter)
         buffer = role.view(buffer) if member.cut is None else buffer
         grad = grad.to_dense() if grad.is_sparse else grad  # momentum moves all rows
-    return Job(parameter, grad, state, role.axes, pull if role.kind == "gain" else 0.0, buffer)
+    return Job(parameter, grad, state, role.axes, pull if role.is_pulled else 0.0, buffer)
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode is read-only outside it

@@ -184,7 +184,7 @@ def scale_by_nero(
                 beta=beta,
                 scale=sigma if scale is None else scale,
                 longest=longest_step,
-                pull=gain_penalty if role.kind == "gain" and not role.has_offset else 0.0,
+                pull=gain_penalty if role.is_pulled else 0.0,
                 m=None if m is None else grouped(m, role),
                 momentum=0.0 if momentum is None else momentum,
                 nesterov=nesterov,

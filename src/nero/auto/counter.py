@@ -88,7 +88,8 @@ class DepthCounter:
     def _cause(self, waiting: list[dict[str, Any]]) -> str:
         """Say why groups still wait for their depth, and which line to write."""
         if self._reason:
-            return f" ({self._reason}): count it before you compile or shard the model, as in {_BY_HAND}"
+            by_hand = f": count it before you compile or shard the model, as in {_BY_HAND}"
+            return f" ({self._reason})" + (by_hand if "sharded model" in self._reason else "")
         hook = self._hook
         model = None if hook is None else hook.model()
         own = set() if model is None else self._shared_with(model)
@@ -106,8 +107,8 @@ class DepthCounter:
                 "model(inputs) once before the first step"
             )
         return (
-            f", since the forward pass of {name} has not run with gradients: run the whole model, as self(inputs) does "
-            f"in a training_step; or count by {_BY_HAND}"
+            f", since the forward pass of {name} has not run with gradients, or ran compiled: run the whole model, as "
+            f"self(inputs) does in a training_step; or count by {_BY_HAND}"
         )
 
     def warn(self) -> None:

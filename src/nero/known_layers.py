@@ -35,6 +35,9 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
     (r"Affine\.alpha|\w*LayerScale\w*\.\w+", "gain"),
 )
 
+#: Parts of the names of PEFT's parameters that start at zero or as copies, and are trained where they are neither.
+ADAPTERS = ("lora_B", "lora_embedding_B", "modules_to_save")
+
 #: Rules by the parameter's name in a layer that is not known; the first match with the right number of axes counts.
 BY_NAME: tuple[tuple[str, str], ...] = (
     (r"(?:\w+_)?bias(?:es)?(?:_\w+)?|rpb|beta|shift|offset|translate", "bias"),

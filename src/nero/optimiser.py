@@ -29,7 +29,7 @@ from nero.options import (
 )
 from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
-from nero.regrowth import Copy, add_missing_radii, find_grown, restore
+from nero.regrowth import Entrance, add_missing_radii
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import UnseenState, initial_state
@@ -108,7 +108,7 @@ class Nero(UnseenState):
 
     _plan: LocalPlan | None
     _depth_counter: DepthCounter
-    _copies: list[Copy]  # of neurons that may have grown from zero, until the first step
+    _entrance: Entrance
     _pretrained: bool | None
     _changes: OptionChanges
 
@@ -236,7 +236,7 @@ class Nero(UnseenState):
         state = self._state if self._sight.is_seen else None  # None: nobody can have changed it
         if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
-            self._copies = []
+            self._entrance.end(self._state)
             self._plan = LocalPlan(self.param_groups, self._state, self._role, self._plan)
             self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
         self._plan.step()
@@ -332,12 +332,12 @@ class Nero(UnseenState):
         start_missing_momentum(list(self.parts()), loaded)
         self._state.update(loaded)
         self._sight.is_seen = False  # all of it is new
-        restore(self._copies, loaded)
+        self._entrance.load(loaded)
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
-        self._copies = getattr(self, "_copies", [])
+        self._entrance = getattr(self, "_entrance", None) or Entrance()
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()
 
@@ -415,15 +415,15 @@ class Nero(UnseenState):
     def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
         """Balance parameters and initialise their state."""
         parts = [part for part in parts if part.parameter.requires_grad]
-        grown, copies = find_grown(parts)
+        grown = self._entrance.grown(parts)
         warn_if_redundant(parts)
         warn_if_lost(parts)
         if self._pretrained is None:
             warn_if_balanced((part for part in parts if part.parameter not in grown), is_known=is_pretrained)
-        self._copies += copies
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self._state[part.parameter].update(state)
+        self._entrance.entered(parts)
 
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""
@@ -440,6 +440,6 @@ class Nero(UnseenState):
                 tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad))
                 backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
-            warn_if_balanced(late, "unfrozen", is_known=True)
+            warn_if_balanced(late, "new here, or unfrozen", is_known=True)
         for part in late:
             self._state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

@@ -11,14 +11,13 @@ from torch import nn
 
 from nero.balance import balance_change
 from nero.groups import Part
+from nero.known_layers import ADAPTERS
 from nero.parameters import can_read
 from nero.user_warnings import warn
 
 #: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
 MIN_CHANGE = 0.01
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
-#: Parts of the names of PEFT's parameters that start at zero or as copies, and are trained where they are neither.
-ADAPTERS = ("lora_B", "lora_embedding_B", "modules_to_save")
 
 
 def is_pretrained(model: nn.Module) -> bool:

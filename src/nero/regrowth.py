@@ -1,8 +1,8 @@
-"""Neurons that grew from zero in an earlier run, and how an optimiser made on a loaded model keeps them.
+"""Weights that are loaded before or after an optimiser is made, and what it may assume of them until its first step.
 
-Such neurons are shorter than one, and must stay so. If other neurons of the model are balanced, Nero has trained it,
-and short neurons are taken for grown ones. Otherwise only the optimiser's checkpoint tells, which is loaded later: they
-are copied, balanced, and written back then.
+Neurons that grew from zero in an earlier run are shorter than one, and must stay so. If other neurons of the model are
+balanced, Nero has trained it, and short neurons are taken for grown ones. Otherwise only the optimiser's checkpoint
+tells, which is loaded later: they are copied, balanced, and written back then.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +14,14 @@ from torch import Tensor
 from nero.backends import has_entered
 from nero.balance import initial_radius
 from nero.groups import Part
+from nero.known_layers import ADAPTERS
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
+from nero.state import initial_state
+from nero.user_warnings import warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
@@ -33,6 +36,48 @@ class Copy(NamedTuple):
     fix_norm: FixNorm
     mask: Tensor
     elements: Tensor
+
+
+class Entrance:
+    """What an optimiser remembers of the parameters that have entered, until its first step."""
+
+    def __init__(self) -> None:
+        self._copies: list[Copy] = []
+        self._kept: list[str] = []
+        self._held: list[tuple[Part, int]] = []
+
+    def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
+        """Return masks of the neurons that have grown from zero, of parameters that are about to enter."""
+        found, copies = find_grown(parts)
+        self._copies += copies
+        self._kept += [
+            part.name for part in parts if part.parameter in found and not any(name in part.name for name in ADAPTERS)
+        ]
+        return found
+
+    def entered(self, parts: Iterable[Part]) -> None:
+        """Note the versions of weights that are held to the norms they have now."""
+        held = (part for part in parts if part.role.kind == "neuron" and part.group["fix_norm"] == "initial")
+        self._held += [(part, part.parameter._version) for part in held if not part.parameter.is_inference()]
+
+    def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Undo the balancing of neurons that grew from zero, as a loaded state tells."""
+        restore(self._copies, loaded)
+        self._kept, self._held = [], []
+
+    def end(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Forget all at a step. Before it, read the norms of weights that were loaded since they entered."""
+        for (_, parameter, role, group), version in self._held:
+            if parameter.requires_grad and parameter._version != version:
+                state[parameter].update(initial_state(parameter, role, group))
+        if self._kept:
+            more = f" and {len(self._kept) - 1} more" if len(self._kept) > 1 else ""
+            warn(
+                f"neurons of {self._kept[0]}{more} are shorter than one, and other layers are balanced, so they are "
+                "kept as neurons that have grown from zero under Nero: if they are new, call nero.balance_(model) "
+                "before you make the optimiser"
+            )
+        self._copies, self._kept, self._held = [], [], []
 
 
 @torch.no_grad()
@@ -56,7 +101,9 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         size = norm(wide, role.axes)
         off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True)
         is_balanced = (off <= tolerance * size) & (size > 0)
-        mask = ~is_balanced & (size > 0) & ((size <= 1 + tolerance) | (fix_norm is False))
+        # a constant neuron cannot be balanced, so it says nothing
+        possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True).possible
+        mask = ~is_balanced & possible & ((size <= 1 + tolerance) | (fix_norm is False))
         count, unbalanced = sharding.total(torch.stack([mask.sum(), (~is_balanced).sum()])).tolist()
         # unit norm alone, as of neurons of two elements, is no sign of Nero: orthogonal initialisation has it, too
         has_both = fix_mean and fix_norm is True and role.fan_in(parameter.shape) > 2

@@ -64,6 +64,8 @@ def match_momentum(parameter: Tensor, role: Role, state: dict[str, Any], momentu
 def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_norm: FixNorm) -> None:
     """Match the radius in a neuron's state with an option that may have changed."""
     known = state.get("radius")
+    if not parameter.numel():
+        return
     if fix_norm == "initial":
         # in place, since captured graphs hold the address; infinite where the norm was free when it entered
         sharding = sharding_of(parameter, role)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
-from training import fill_grads
+from training import fill_grads, train_on_noise
 
 import nero
 from nero import regrowth
@@ -133,9 +133,9 @@ def test_model_loaded_after_the_optimiser_was_made_stays_as_loaded():
 
 def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    assert len(nero.Nero(copy.deepcopy(model))._copies) == 2
+    assert len(nero.Nero(copy.deepcopy(model))._entrance._copies) == 2
     monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 20)
-    assert not nero.Nero(model)._copies
+    assert not nero.Nero(model)._entrance._copies
 
 
 def test_new_optimiser_on_a_trained_model_keeps_grown_neurons():
@@ -145,8 +145,66 @@ def test_new_optimiser_on_a_trained_model_keeps_grown_neurons():
     before = copy.deepcopy(model.state_dict())
     optimiser = nero.Nero(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    adapt(model, optimiser, 5)
+    with pytest.warns(UserWarning, match=r"neurons of up\.weight are shorter .*: if they are new, call nero\.balance_"):
+        adapt(model, optimiser, 5)
     assert (model.up.weight.norm(dim=1) < 0.5).all(), "they go on growing"
+
+
+def test_new_head_of_a_trained_body_is_balanced_if_asked():
+    body = nero.balance_(nn.Linear(6, 16))
+    model = nn.Sequential(body, nn.Linear(16, 3))
+    nero.balance_(model)
+    train_on_noise(model, nero.Nero(model), 2)  # without a warning
+    assert nero.is_balanced(model)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimiser first"])
+def test_constant_neurons_resume_bit_for_bit(order: str):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+        nn.init.constant_(model[0].weight, 0.3)
+        return model
+
+    model = make()
+    optimiser = nero.Nero(model)
+    train_on_noise(model, optimiser, 5)
+    saved = copy.deepcopy((model.state_dict(), optimiser.state_dict()))
+    resumed = make()
+    other = nero.Nero(resumed)
+    for each, state in [(resumed, saved[0]), (other, saved[1])][:: 1 if order == "model first" else -1]:
+        each.load_state_dict(state)
+    for own, trained in ((model, optimiser), (resumed, other)):
+        train_on_noise(own, trained, 5, seed=1)
+    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
+
+
+def test_weights_loaded_before_the_first_step_keep_their_norms():
+    torch.manual_seed(0)
+    model, pretrained = nn.Linear(6, 4), nn.Linear(6, 4)
+    pretrained.weight.data.mul_(3)
+    optimiser = nero.Nero(model, pretrained=True)
+    model.load_state_dict(pretrained.state_dict())
+    train_on_noise(model, optimiser, 3)
+    torch.testing.assert_close(model.weight.norm(dim=1), pretrained.weight.norm(dim=1))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layer_without_inputs_trains_with_initial_norms():
+    model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 2))
+    optimiser = nero.Nero(model, pretrained=True)
+    model(torch.randn(3, 0)).sum().backward()
+    optimiser.step()
+
+
+def test_parameter_appended_to_a_named_group_enters():
+    model = nn.Linear(8, 4)
+    optimiser = nero.Nero(model)
+    added = nn.Parameter(nero.balance_(nn.Linear(8, 4)).weight.detach())
+    optimiser.param_groups[0]["params"].append(added)
+    added.grad, before = torch.randn_like(added), added.detach().clone()
+    optimiser.step()
+    assert not torch.equal(added, before)
 
 
 def test_orthogonal_initialisation_is_not_taken_for_training():

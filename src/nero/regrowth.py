@@ -28,14 +28,17 @@ MAX_COPIED_ELEMENTS = 1 << 22
 
 
 class Copy(NamedTuple):
-    """A mask of the neurons that were copied from a parameter, their elements, and the constraints on them."""
+    """A mask of the neurons that were copied from a parameter, their elements, and the constraints on them.
+
+    The elements are ``None`` if they are too many.
+    """
 
     parameter: Tensor
     role: Role
     fix_mean: bool
     fix_norm: FixNorm
     mask: Tensor
-    elements: Tensor
+    elements: Tensor | None
 
 
 class Entrance:
@@ -45,6 +48,7 @@ class Entrance:
         self._copies: list[Copy] = []
         self._kept: list[str] = []
         self._held: list[tuple[Part, int]] = []
+        self._stretched: list[tuple[Tensor, int]] = []
 
     def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
         """Return masks of the neurons that have grown from zero, of parameters that are about to enter."""
@@ -64,6 +68,10 @@ class Entrance:
         """Undo the balancing of neurons that grew from zero, as a loaded state tells."""
         restore(self._copies, loaded)
         self._kept, self._held = [], []
+        for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
+            radius = loaded.get(parameter, {}).get("radius")
+            if radius is not None and can_read(parameter) and bool((local_of(radius) < 0).any()):
+                self._stretched.append((parameter, parameter._version))
 
     def end(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Forget all at a step. Before it, read the norms of weights that were loaded since they entered."""
@@ -77,7 +85,12 @@ class Entrance:
                 "kept as neurons that have grown from zero under Nero: if they are new, call nero.balance_(model) "
                 "before you make the optimiser"
             )
-        self._copies, self._kept, self._held = [], [], []
+        if any(parameter._version == version for parameter, version in self._stretched):
+            warn(
+                "neurons that have grown from zero were stretched to norm one when the optimiser was made, before its "
+                "checkpoint told of them: load the model's state_dict again, after the optimiser's"
+            )
+        self._copies, self._kept, self._held, self._stretched = [], [], [], []
 
 
 @torch.no_grad()
@@ -113,11 +126,11 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
             found.append((part, mask))
     if is_trained:
         return {part.parameter: mask for part, mask in found}, []
-    if elements > MAX_COPIED_ELEMENTS:
-        return {}, []
     copies = []
     for (_, parameter, role, group), mask in found:
-        elements_of = sharding_of(parameter, role).neurons(parameter).masked_select(mask)
+        elements_of = None
+        if elements <= MAX_COPIED_ELEMENTS:
+            elements_of = sharding_of(parameter, role).neurons(parameter).masked_select(mask)
         copies.append(Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, elements_of))
     return {}, copies
 
@@ -142,7 +155,7 @@ def restore(copies: Iterable[Copy], loaded: Mapping[Tensor, Mapping[str, Any]]) 
     """Write back the neurons whose loaded radius is negative, if they still are what balancing has made of them."""
     for parameter, role, fix_mean, fix_norm, mask, elements in copies:
         radius = loaded.get(parameter, {}).get("radius")
-        if radius is None:
+        if radius is None or elements is None:
             continue
         sharding = sharding_of(parameter, role)
         view, radius = sharding.neurons(parameter), local_of(radius)

@@ -135,7 +135,31 @@ def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     assert len(nero.Nero(copy.deepcopy(model))._entrance._copies) == 2
     monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 20)
-    assert not nero.Nero(model)._entrance._copies
+    assert [copy.elements for copy in nero.Nero(model)._entrance._copies] == [None, None]
+
+
+@pytest.mark.parametrize("is_loaded_again", [False, True])
+def test_grown_neurons_that_were_not_copied_warn(is_loaded_again: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 0)
+    head = nn.Linear(6, 4, bias=False)
+    nn.init.zeros_(head.weight)
+    optimiser = nero.Nero(head)
+    for _ in range(3):
+        optimiser.zero_grad()
+        (head(torch.randn(2, 6)) - 1).square().sum().backward()
+        optimiser.step()
+    saved = copy.deepcopy((head.state_dict(), optimiser.state_dict()))
+    resumed = nn.Linear(6, 4, bias=False)
+    resumed.load_state_dict(saved[0])
+    other = nero.Nero(resumed)
+    other.load_state_dict(saved[1])
+    if is_loaded_again:
+        resumed.load_state_dict(saved[0])
+        train_on_noise(resumed, other, 1)
+        assert (resumed.weight.norm(dim=1) < 0.5).all()
+    else:
+        with pytest.warns(UserWarning, match=r"load the model's state_dict again, after the optimiser's"):
+            train_on_noise(resumed, other, 1)
 
 
 def test_new_optimiser_on_a_trained_model_keeps_grown_neurons():

@@ -137,11 +137,19 @@ def find_and_interrupt(*_):
     return replace(FAST, loop=Slow), make_data()
 
 
-def find_and_kill(*_):
-    """Kill the command that has started this process, whose number is left in a file, and find a slow task."""
-    Path("worker").write_text(str(os.getpid()))
-    os.kill(os.getppid(), signal.SIGKILL)
-    return replace(FAST, loop=Slow), make_data()
+class Orphaned(Slow):
+    """A run that kills the command which has started its process, and leaves the number of the process in a file."""
+
+    def advance(self):
+        if self.steps_done == 1:
+            Path("worker").write_text(str(os.getpid()))
+            os.kill(os.getppid(), signal.SIGKILL)
+        super().advance()
+
+
+def find_orphaned(*_):
+    """Find a task whose run kills the command."""
+    return replace(FAST, loop=Orphaned), make_data()
 
 
 def comparable(record):

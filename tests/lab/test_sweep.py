@@ -409,11 +409,11 @@ def test_processes_save_and_end_when_the_command_dies(tmp_path):
     script.write_text(
         "import sys; from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
-        "from lab.helpers import CPU, FAST, find_and_kill\n"
+        "from lab.helpers import CPU, FAST, find_orphaned\n"
         "from nero_lab.pool import train_in_processes\n"
         "if __name__ == '__main__':\n"
         "    runs = [FAST.settings('nero')]\n"
-        "    train_in_processes(runs, None, CPU, Path(), 1, minutes=9.0, say=print, find=find_and_kill)\n"
+        "    train_in_processes(runs, None, CPU, Path(), 1, minutes=9.0, say=print, find=find_orphaned)\n"
     )
     done = subprocess.run([sys.executable, script], timeout=120, check=False, cwd=tmp_path)
     assert done.returncode == -signal.SIGKILL

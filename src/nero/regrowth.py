@@ -42,7 +42,7 @@ class Copy(NamedTuple):
 
 
 class Entrance:
-    """What an optimiser remembers of the parameters that have entered, until its first step."""
+    """Notes on the parameters that have entered an optimiser, kept until its first step."""
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
@@ -70,11 +70,12 @@ class Entrance:
         self._kept, self._held = [], []
         for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
             radius = loaded.get(parameter, {}).get("radius")
-            if radius is not None and can_read(parameter) and bool((local_of(radius) < 0).any()):
+            is_readable = can_read(parameter) and not parameter.is_inference()
+            if radius is not None and is_readable and bool((local_of(radius) < 0).any()):
                 self._stretched.append((parameter, parameter._version))
 
     def end(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Forget all at a step. Before it, read the norms of weights that were loaded since they entered."""
+        """Read the norms of weights that were loaded since they entered, and forget all notes."""
         for (_, parameter, role, group), version in self._held:
             if parameter.requires_grad and parameter._version != version:
                 state[parameter].update(initial_state(parameter, role, group))

@@ -175,8 +175,9 @@ def deferred_interrupts(on_first: Callable[[], None]) -> Iterator[Callable[[], i
         yield lambda: 0  # only the main thread can handle signals
         return
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        numbers.append(hangup)
     before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield lambda: received

@@ -219,6 +219,8 @@ def test_layer_without_inputs_trains_with_initial_norms():
     optimiser = nero.Nero(model, pretrained=True)
     model(torch.randn(3, 0)).sum().backward()
     optimiser.step()
+    assert optimiser.state[model[0].weight]["step"] == 0
+    assert optimiser.state[model[1].weight]["step"] == 1
 
 
 def test_parameter_appended_to_a_named_group_enters():

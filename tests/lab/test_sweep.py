@@ -429,7 +429,7 @@ def is_alive(process: int) -> bool:
         state = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
         return False
-    return state != "Z"  # which waits for whoever adopted it
+    return state != "Z"  # a zombie has ended
 
 
 def test_no_run_starts_after_the_minutes(tmp_path):

@@ -126,7 +126,7 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     axes = tuple(axis + 1 for axis in jobs[0].axes)
     buffer = _stacked(buffers) if buffers else None
     job = Job(_stacked(weights), _stacked([job.grad for job in jobs]), stacked, axes, 0.0, buffer)
-    # some other devices have no float64; float64 weights would need a wider one
+    # float64 weights would need a wider dtype, and Apple's and some of Intel's GPUs have no float64
     is_single = states[0]["grad_norm"].dtype == torch.float32 and weights[0].device.type in ("cuda", "cpu")
     update = _turned_in_double(job, settings) if is_single else apply_rule(job, settings)
     targets = [(weights, update.parameter)]
@@ -145,7 +145,7 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _turned_in_double(job: Job, settings: Settings) -> rule.Update:
-    """Apply :func:`nero.rule.turn` to float32 or narrower weights, in half of its passes over the elements.
+    """Apply :func:`nero.rule.turn` to float32 or narrower weights, in fewer passes over the elements.
 
     In float64 no square of a float32 leaves the range, so elements need not be divided by the largest first, and the
     norm after the step follows from that before its mean is subtracted.

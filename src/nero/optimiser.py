@@ -29,7 +29,7 @@ from nero.options import (
 )
 from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
-from nero.regrowth import Entrance, add_missing_radii
+from nero.regrowth import Entrance, add_missing_radii, read_norms
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import UnseenState, initial_state
@@ -236,7 +236,9 @@ class Nero(UnseenState):
         state = self._state if self._sight.is_seen else None  # None: nobody can have changed it
         if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
-            self._entrance.end(self._state)
+            self._entrance.end()
+            if self._plan is None:
+                read_norms(self.parts(), self._state)
             self._plan = LocalPlan(self.param_groups, self._state, self._role, self._plan)
             self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
         self._plan.step()
@@ -423,7 +425,6 @@ class Nero(UnseenState):
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self._state[part.parameter].update(state)
-        self._entrance.entered(parts)
 
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""

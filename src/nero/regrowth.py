@@ -20,7 +20,6 @@ from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
-from nero.state import initial_state
 from nero.user_warnings import warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
@@ -47,7 +46,6 @@ class Entrance:
     def __init__(self) -> None:
         self._copies: list[Copy] = []
         self._kept: list[str] = []
-        self._held: list[tuple[Part, int]] = []
         self._stretched: list[tuple[Tensor, int]] = []
 
     def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
@@ -59,26 +57,18 @@ class Entrance:
         ]
         return found
 
-    def entered(self, parts: Iterable[Part]) -> None:
-        """Note the versions of weights that are held to the norms they have now."""
-        held = (part for part in parts if part.role.kind == "neuron" and part.group["fix_norm"] == "initial")
-        self._held += [(part, part.parameter._version) for part in held if not part.parameter.is_inference()]
-
     def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Undo the balancing of neurons that grew from zero, as a loaded state tells."""
         restore(self._copies, loaded)
-        self._kept, self._held = [], []
+        self._kept = []
         for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
             radius = loaded.get(parameter, {}).get("radius")
             is_readable = can_read(parameter) and not parameter.is_inference()
             if radius is not None and is_readable and bool((local_of(radius) < 0).any()):
                 self._stretched.append((parameter, parameter._version))
 
-    def end(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Read the norms of weights that were loaded since they entered, and forget all notes."""
-        for (_, parameter, role, group), version in self._held:
-            if parameter.requires_grad and parameter._version != version:
-                state[parameter].update(initial_state(parameter, role, group))
+    def end(self) -> None:
+        """Warn of what was assumed, and forget all notes."""
         if self._kept:
             more = f" and {len(self._kept) - 1} more" if len(self._kept) > 1 else ""
             warn(
@@ -91,7 +81,23 @@ class Entrance:
                 "neurons that have grown from zero were stretched to norm one when the optimiser was made, before its "
                 "checkpoint told of them: load the model's state_dict again, after the optimiser's"
             )
-        self._copies, self._kept, self._held, self._stretched = [], [], [], []
+        self._copies, self._kept, self._stretched = [], [], []
+
+
+@torch.no_grad()
+def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Read again the norms that pretrained neurons are held to: weights may be loaded after they entered.
+
+    Neurons that have made a step keep their norms.
+    """
+    for _, parameter, role, group in parts:
+        own = state.get(parameter, {})
+        if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
+            continue
+        if can_read(parameter) and float(own["step"]) == 0:
+            radius = initial_radius(parameter, role, "initial")
+            if radius is not None:
+                local_of(own["radius"]).copy_(radius)  # in place, since captured graphs hold the address
 
 
 @torch.no_grad()

@@ -203,14 +203,34 @@ def test_constant_neurons_resume_bit_for_bit(order: str):
     assert all(map(torch.equal, resumed.parameters(), model.parameters()))
 
 
-def test_weights_loaded_before_the_first_step_keep_their_norms():
+@pytest.mark.parametrize("how", ["loaded", "data", "copied", "frozen"])
+def test_weights_loaded_before_the_first_step_keep_their_norms(how: str):
     torch.manual_seed(0)
     model, pretrained = nn.Linear(6, 4), nn.Linear(6, 4)
     pretrained.weight.data.mul_(3)
     optimiser = nero.Nero(model, pretrained=True)
-    model.load_state_dict(pretrained.state_dict())
+    if how == "data":
+        model.weight.data.copy_(pretrained.weight.data)
+    else:
+        model.load_state_dict(pretrained.state_dict())
+    if how == "copied":
+        model, optimiser = copy.deepcopy((model, optimiser))
+    if how == "frozen":
+        model.weight.requires_grad_(False)
+        train_on_noise(model, optimiser, 1)
+        model.weight.requires_grad_(True)
     train_on_noise(model, optimiser, 3)
     torch.testing.assert_close(model.weight.norm(dim=1), pretrained.weight.norm(dim=1))
+
+
+def test_compiled_steps_before_a_plain_one_keep_the_state():
+    model = nn.Linear(6, 4)
+    optimiser = nero.Nero(model, pretrained=True, backend="eager")
+    step = torch.compile(optimiser.step, backend="eager")
+    model(torch.randn(3, 6)).sum().backward()
+    for call in (step, step, optimiser.step):
+        call()
+    assert {float(state["step"]) for state in optimiser.state.values()} == {3}
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

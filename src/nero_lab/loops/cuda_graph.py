@@ -1,5 +1,6 @@
 """Steps that are captured as CUDA graphs and replayed."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -69,6 +70,7 @@ class CapturedStep:
         if self.generator is not None and random is not None:
             self.generator.set_state(random)
             graph.register_generator_state(self.generator)
+        gc.collect()  # a graph of an earlier run that is freed during the capture would break it
         with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
             result = self.function(*held)
         return graph, result

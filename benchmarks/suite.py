@@ -1,12 +1,14 @@
-"""The time that the paper's tasks take here, alone and side by side, beside the authors' way of running one.
+"""The time that the lab's tasks take here, alone and side by side, beside the authors' way of running one.
 
 Times whole epochs (data, steps and evaluation) of every supervised task, and some seconds of steps of the GAN and of
 Pong; in float32, and on a GPU also in TF32. On a GPU, also all cells of mnist-deep's search at once, in float32. Steps
 of mnist-deep done as the paper's script does them use a loader on the host, one tensor at a time, without CUDA graphs.
+Of today's study, times the steps of every contender, on a GPU or if asked for.
 Writes benchmarks/results/suite-cuda.json or suite-cpu.json; new rows replace earlier ones of the same machine.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ import nero
 from nero_lab.data import Corpus, Dataset, ImageDataset, Images, Pairs, load
 from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
+from nero_lab.loops.speedrun import SpeedRun
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Precision, Task
 from nero_lab.provenance import commit
@@ -45,6 +49,10 @@ STEP_TASKS = ("cgan", "pong")
 #: All CUDA graphs are captured in them, which may take longer than the timed steps.
 WARM_UP_STEPS = 300
 SCRIPT_TASK = "mnist-deep, the authors' way"
+#: Tasks of today's study. The steps of each contender are timed in bursts within the first epoch, after some to warm
+#: up; a speed-run has its own clock, and is run whole.
+TODAY_TASKS = ("gpt", "gpt-large", "vit", "airbench")
+TODAY_WARM_UP, TODAY_REPEATS = 10, 5
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,12 +66,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{path} is broken, or of another machine or torch: choose another --out, or time all tasks")
     console = Console(width=None if sys.stdout.isatty() else 120)
     share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
-    rows = []
-    for row in timed_rows(arguments, device, share):
-        epoch = f", {row['seconds_an_epoch']:.3g} s an epoch" if "seconds_an_epoch" in row else ""
-        console.print(f"{row['task']}, {row['precision']}: {row['milliseconds_a_step']:.3g} ms a step{epoch}")
-        rows.append(row)
-    console.print(table(rows))
     common = {
         "date": date.today().isoformat(),
         "nero": nero.__version__,
@@ -72,9 +74,15 @@ def main(argv: list[str] | None = None) -> int:
         "share": share,
         "epochs": arguments.epochs,
     }
-    replaced = {_key(row) for row in rows}
-    rows = [row for row in before or [] if _key(row) not in replaced] + [{**row, **common} for row in rows]
-    write_record(path, {**record, "rows": rows})
+    rows: list[Row] = []
+    for row in timed_rows(arguments, device, share):
+        epoch = f", {row['seconds_an_epoch']:.3g} s an epoch" if "seconds_an_epoch" in row else ""
+        console.print(f"{_name(row)}, {row['precision']}: {row['milliseconds_a_step']:.3g} ms a step{epoch}")
+        rows.append({**row, **common})
+        replaced = {_key(row) for row in rows}
+        kept = [row for row in before or [] if _key(row) not in replaced]
+        write_record(path, {**record, "rows": kept + rows})  # after each, so that an interruption loses little
+    console.print(table(rows))
     console.print(f"written to {path}", soft_wrap=True)
     return 0
 
@@ -86,7 +94,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
     parser.add_argument("--data", type=Path, help="folder with the data; default: $NERO_DATA, or a download")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
-    parser.add_argument("--tasks", nargs="+", choices=EPOCH_TASKS + STEP_TASKS, metavar="TASK", help="only these")
+    tasks = EPOCH_TASKS + STEP_TASKS + TODAY_TASKS
+    parser.add_argument("--tasks", nargs="+", choices=tasks, metavar="TASK", help="only these")
     parser.add_argument("--epochs", type=int, default=2, help="timed epochs, after one to warm up (2)")
     parser.add_argument("--share", type=float, help="share of the data; default: all on a GPU, 1/100 on a CPU")
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of steps of the GAN and of Pong (10)")
@@ -100,7 +109,8 @@ def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Nam
 def timed_rows(arguments: argparse.Namespace, device: torch.device, share: float) -> Iterator[Row]:
     """Time the tasks that were asked for, and yield a row for each."""
     precisions: tuple[Precision, ...] = ("float32", "tf32") if device.type == "cuda" else ("float32",)
-    names = [name for name in EPOCH_TASKS + STEP_TASKS if name in (arguments.tasks or EPOCH_TASKS + STEP_TASKS)]
+    asked = arguments.tasks or EPOCH_TASKS + STEP_TASKS + (TODAY_TASKS if device.type == "cuda" else ())
+    names = [name for name in EPOCH_TASKS + STEP_TASKS + TODAY_TASKS if name in asked]
     datasets: dict[str, Any] = {
         name: load(name, arguments.data) for name in dict.fromkeys(TASKS[task].dataset for task in names)
     }
@@ -109,6 +119,10 @@ def timed_rows(arguments: argparse.Namespace, device: torch.device, share: float
         if name in STEP_TASKS:
             for precision in precisions:
                 yield time_steps(task, whole.to(device), precision, arguments.seconds)
+            continue
+        if name in TODAY_TASKS:
+            data = whole.to(device)
+            yield from (time_contender(task, contender, data) for contender in task.contenders)
             continue
         data = first_part(whole, share, task.batch).to(device)
         larger = whole.examples / data.examples
@@ -137,7 +151,11 @@ def earlier_rows(path: Path, record: dict[str, str]) -> list[Row] | None:
 
 
 def _key(row: Row) -> tuple[str, str, int | None]:
-    return row["task"], row["precision"], row.get("side_by_side")
+    return _name(row), row["precision"], row.get("side_by_side")
+
+
+def _name(row: Row) -> str:
+    return f"{row['task']}, {row['optimiser']}" if row["task"] in TODAY_TASKS else row["task"]
 
 
 def time_cells(
@@ -203,6 +221,35 @@ def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> R
         "seconds_to_begin": round(warm_up_s, 2),
         "seconds_in_full": round(step_s * training.steps_per_epoch * task.epochs + warm_up_s, 1),
     }
+
+
+def time_contender(task: Task, contender: str, data: Dataset) -> Row:
+    """Time the steps of a contender of today's study, without evaluations."""
+    make = partial(task.loop or Supervised, task, task.settings(contender), data, None)
+    training, clock, times = make(), Clock(data.device), list[float]()
+    if isinstance(training, SpeedRun):
+        for _ in range(TODAY_REPEATS):
+            training = make()
+            while not training.is_finished:
+                training.advance()
+            times.append(training.final_results()["train_seconds"] / training.steps_done)
+    else:
+        clock.burst(training.advance, TODAY_WARM_UP)
+        burst = max(1, (training.steps_per_epoch - 1 - TODAY_WARM_UP) // TODAY_REPEATS)
+        times = [clock.burst(training.advance, burst) for _ in range(TODAY_REPEATS)]
+    row = {
+        "task": task.name,
+        "optimiser": contender,
+        "precision": training.settings.precision,
+        "side_by_side": 1,
+        "milliseconds_a_step": round(1e3 * statistics.median(times), 3),
+        "range": [round(1e3 * each, 3) for each in (min(times), max(times))],
+        "seconds_of_steps": round(statistics.median(times) * training.steps_per_epoch * task.epochs, 3),
+    }
+    del training, make
+    gc.collect()  # a run is a reference cycle
+    torch.compiler.reset()  # else the next contender's network would be one more variant of this one's
+    return row
 
 
 def time_script(
@@ -332,7 +379,7 @@ def table(rows: list[Row]) -> Table:
         found.add_column(column, justify="left" if column in ("task", "precision") else "right")
     for row in rows:
         numbers = ("side_by_side", "milliseconds_a_step", "seconds_an_epoch", "seconds_in_full", "times_ours")
-        found.add_row(row["task"], row["precision"], *(f"{row[key]:g}" if key in row else "" for key in numbers))
+        found.add_row(_name(row), row["precision"], *(f"{row[key]:g}" if key in row else "" for key in numbers))
     return found
 
 

@@ -196,7 +196,8 @@ def suite() -> str:
     """Make the table of the time of whole tasks on a GPU."""
     times: dict[str, dict[str, str]] = {}
     for row in record("suite-cuda")["rows"]:
-        if count := row.get("side_by_side"):
+        if "seconds_in_full" in row:
+            count = row["side_by_side"]
             name = f"`{row['task']}`" if count == 1 else f"`{row['task']}`, {count} runs side by side"
             times.setdefault(name, {})[row["precision"]] = f"{row['seconds_in_full']:.0f} s"
     precisions = ("float32", "tf32")

@@ -21,10 +21,12 @@ from nero_lab.image_metrics import FrechetMetric
 from nero_lab.loops.adversarial import Adversarial
 from nero_lab.loops.ppo import PPO
 from nero_lab.models.actor_critic import ActorCritic
+from nero_lab.models.airbench import Airbench
 from nero_lab.models.biggan import GANPair
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
+from nero_lab.models.vit import VisionTransformer
 from nero_lab.protocol import Precision
 
 EXAMPLES = 160
@@ -134,6 +136,25 @@ def test_task_timed_again_leaves_other_rows_alone(tmp_path: Path):
         with pytest.raises(SystemExit):
             suite.main(asked)
         assert path.read_text() == broken
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_contenders_of_today_are_timed_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    models = {
+        "vit": partial(VisionTransformer, width=16, layers=1, head_width=8),
+        "airbench": partial(Airbench, width=1 / 16),
+    }
+    for name, model in models.items():
+        few = {key: replace(suite.TASKS[name].contenders[key], model=None) for key in ("nero", "muon")}
+        small = replace(suite.TASKS[name], model=model, contenders=few, batch=80, epochs=4, precision="float32")
+        monkeypatch.setitem(suite.TASKS, name, small)
+    assert suite.main(["--device", "cpu", "--out", str(tmp_path), "--tasks", *models]) == 0
+    rows = json.loads((tmp_path / "suite-cpu.json").read_text())["rows"]
+    assert [(row["task"], row["optimiser"]) for row in rows] == [(t, c) for t in models for c in ("nero", "muon")]
+    for row in rows:
+        fastest, slowest = row["range"]
+        assert 0 < fastest <= row["milliseconds_a_step"] <= slowest
+        assert row["seconds_of_steps"] == pytest.approx(4 * 2 * row["milliseconds_a_step"] / 1e3, rel=0.01, abs=1e-3)
 
 
 @pytest.mark.usefixtures("small_suite")

@@ -1,13 +1,12 @@
 """The study of today's optimisers: its rule, numbers from made-up records, and pages against the committed ones."""
 
+import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nero_lab.protocol import Seconds
 from nero_lab.report.pages import BLOCK
 from nero_lab.report.today import Study, fill, read_study
 from nero_lab.report.today.__main__ import PAGES, main
@@ -189,16 +188,25 @@ def test_ranking_of_single_seeds_decides_nothing():
     assert "(1 seed)" in TABLES["overview"](study)
 
 
-def test_ranking_shows_how_far_times_of_runs_differ():
-    study = Study([make_record(1.0, seconds=9.0), make_record(1.1, rate=0.02, seconds=20.4)])
-    assert rows_of(TABLES["gpt"](study))[0][7] == "9 to 20 (4)"
+def test_seconds_are_those_of_the_benchmark(tmp_path: Path):
+    rows = [{"task": "mnist-deep", "optimiser": "nero", "seconds_in_full": 9.0}]
+    rows += [{"task": "gpt", "optimiser": "nero", "seconds_of_steps": 12.345}]
+    path = tmp_path / "benchmarks/results/suite-cuda.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"rows": rows}))
+    study = Study([make_record(1.0, "nero"), make_record(2.0, "muon")], read_study(tmp_path).seconds)
+    assert [row[7] for row in rows_of(TABLES["gpt"](study))[:2]] == ["12.3", "not timed"]
 
 
-@pytest.mark.parametrize(("seconds", "alone", "panels"), [(13.0, 9.0, 2), (20.0, 9.0, 1), (13.0, None, 1)])
-def test_curves_have_a_panel_of_steady_times_only(seconds, alone, panels, monkeypatch):
-    monkeypatch.setitem(TASKS, "gpt", replace(TASKS["gpt"], seconds=Seconds(bf16=alone)))
-    study = Study([make_record(1.0, seconds=9.0), make_record(1.1, rate=0.02, seconds=seconds)])
-    assert len(FIGURES["gpt-curves"].draw(study).axes) == panels
+@pytest.mark.parametrize("missing", [[], ["muon"]])
+def test_curves_have_a_panel_by_time_if_all_were_timed(missing: list[str]):
+    seconds = {("gpt", "nero"): 10.0, ("gpt", "muon"): 30.0}
+    for name in missing:
+        del seconds["gpt", name]
+    axes = FIGURES["gpt-curves"].draw(Study([make_record(1.0, "nero"), make_record(2.0, "muon")], seconds)).axes
+    assert len(axes) == (1 if missing else 2)
+    if not missing:
+        assert {10.0, 30.0} <= {line.get_xdata()[-1] for line in axes[1].lines}
 
 
 def test_overview_marks_results_of_fewer_than_three_seeds():
@@ -242,9 +250,9 @@ def test_transfer_has_no_best_rate_of_one_run():
 
 
 def test_airbench_counts_runs_at_the_target():
-    study = Study(seeds([5.0, 6.0, 7.0, 8.0], "sgd", task="airbench", train_seconds=2.5))
+    study = Study(seeds([5.0, 6.0, 7.0, 8.0], "sgd", task="airbench"), {("airbench", "sgd"): 2.5})
     row = rows_of(TABLES["airbench"](study))[0]
-    assert row[3:8] == ["4", "93.500", f"{math.sqrt(5 / 3) / 2:.3f}", "50 %", "2.5 (4)"]
+    assert row[3:8] == ["4", "93.500", f"{math.sqrt(5 / 3) / 2:.3f}", "50 %", "2.5"]
 
 
 def all_records() -> list[dict[str, Any]]:

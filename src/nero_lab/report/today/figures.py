@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -87,8 +87,8 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
 
 
 def draw_curves(study: Study, task: str) -> Figure:
-    """Draw the mean curve over seeds of each contender at its best rate, by steps, and by seconds if times compare."""
-    goal, has_times = goal_of(task), study.has_steady_times(task)
+    """Draw the mean curve over seeds of each contender at its best rate, by steps, and by seconds if all were timed."""
+    goal, has_times = goal_of(task), study.has_times(task)
     figure, panels = make_panels(11 if has_times else 7, 4.8, columns=(1, 1.36) if has_times else (1,))
     contenders = study.ranking(task)
     means = {name: _mean_curve(study.best_runs(task, name)) for name in contenders}
@@ -98,7 +98,7 @@ def draw_curves(study: Study, task: str) -> Figure:
     low, top = (min(finite), max(finite)) if finite else (0.0, 1.0)
     top = min(top, low + 4 * max(max(ends) - low, 0.05 * low)) if ends else top
     for contender, curve in means.items():
-        seconds = statistics.fmean(run.seconds for run in study.best_runs(task, contender))
+        seconds = study.seconds.get((task, contender), math.nan)
         steps = [float(goal.interval * place) for place in range(1, len(curve) + 1)]
         times = [seconds * place / len(curve) for place in range(1, len(curve) + 1)]
         for axes, x in zip(panels, (steps, times), strict=False):  # the times may have no panel
@@ -110,9 +110,7 @@ def draw_curves(study: Study, task: str) -> Figure:
     quantity = "Test error in %" if goal.is_accuracy else CURVE_NAMES[goal.curve]
     style_axes(panels[0], goal.unit, f"{quantity}, by {goal.unit}")
     if has_times:
-        together = {run.side_by_side for name in contenders for run in study.best_runs(task, name)}
-        beside = f" ({_span(together)} runs side by side)" if together != {1} else ""
-        style_axes(panels[1], f"seconds of a run{beside}", f"{quantity}, by time")
+        style_axes(panels[1], "seconds of steps, with the GPU for itself", f"{quantity}, by time")
     _label_ends(panels[-1], {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))
     return figure
 
@@ -369,8 +367,3 @@ def _shade(place: int) -> Any:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _span(counts: Collection[int]) -> str:
-    low, high = min(counts), max(counts)
-    return f"{low}" if low == high else f"{low} to {high}"

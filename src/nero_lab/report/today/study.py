@@ -1,5 +1,6 @@
 """The runs of the study of today's optimisers, and the questions that its tables and figures ask."""
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -7,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nero_lab.protocol import Seconds
 from nero_lab.report.names import CONTENDERS as NAMES
 from nero_lab.report.today.significance import is_better
 from nero_lab.store import StoreError, read_records
@@ -23,8 +23,8 @@ OURS = (
     "muon-balanced",
     "adamw-balanced",
 )
-#: The longest time of a contender's runs, relative to the shortest, at which times are drawn.
-MAX_TIME_RATIO = 1.5
+#: The record of ``benchmarks/suite.py``, which times contenders alone.
+TIMES = "benchmarks/results/suite-cuda.json"
 #: The tasks of each series, by size. The smallest network has a place in both.
 SERIES = {
     "width": {256: "gpt-w256", 512: "gpt-w512", 1024: "gpt-w1024"},
@@ -89,6 +89,7 @@ class Run(NamedTuple):
         value: the measure that decides; infinity if the run has diverged.
         searched: the curve's last value, by which ``nero sweep`` chooses the rate.
         curve: one value an interval; infinity where it is not finite.
+        seconds: the duration of the run, which other processes on the device make longer.
         state: the optimiser's bytes a parameter, if recorded.
     """
 
@@ -100,7 +101,6 @@ class Run(NamedTuple):
     searched: float
     curve: tuple[float, ...]
     seconds: float
-    side_by_side: int
     state: float | None
     precision: str
     device: str
@@ -124,12 +124,16 @@ class Study:
     Args:
         records: in any order. Of repeated runs the last counts. Runs with fewer epochs than the longest of their task
             are left out.
+        seconds: the seconds of all steps of a run, with the device for itself, by task and contender.
 
     Attributes:
         short: the number of runs left out, by task.
     """
 
-    def __init__(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, records: Iterable[Mapping[str, Any]], seconds: Mapping[tuple[str, str], float] | None = None
+    ) -> None:
+        self.seconds = seconds or {}
         ordered = sorted(records, key=lambda record: str(record.get("finished", "")))
         epochs = {task: max(record["epochs"] for record in found) for task, found in _by_task(ordered).items()}
         self.short = dict.fromkeys(epochs, 0)
@@ -147,16 +151,9 @@ class Study:
         rates = [seeds for found in self._runs.get(task, {}).values() for seeds in found.values()]
         return [run for seeds in rates for run in seeds.values()]
 
-    def all_runs(self, task: str, contender: str) -> list[Run]:
-        """Return the runs of a contender at all rates."""
-        return [run for run in self.runs(task) if run.contender == contender]
-
-    def has_steady_times(self, task: str) -> bool:
-        """Tell whether times can be compared: runs were timed alone, and those of one contender take about as long."""
-        if TASKS[task].seconds == Seconds():
-            return False
-        times = [[run.seconds for run in self.all_runs(task, name)] for name in self.ranking(task)]
-        return all(max(seconds) <= MAX_TIME_RATIO * min(seconds) for seconds in times)
+    def has_times(self, task: str) -> bool:
+        """Tell whether every contender that was run has been timed alone."""
+        return all((task, name) in self.seconds for name in self.ranking(task))
 
     def contenders(self, task: str) -> list[str]:
         """Return the contenders of a task, with runs or without, in the order of the tables."""
@@ -264,9 +261,7 @@ def parse(record: Mapping[str, Any]) -> Run:
         value=math.inf if has_diverged else goal.convert(value),
         searched=math.inf if has_diverged else goal.convert(last),
         curve=tuple(map(goal.convert, curve[goal.curve])),
-        # airbench has a clock of its own, without evaluations
-        seconds=record.get("train_seconds", record.get("seconds", math.nan)),
-        side_by_side=record.get("side_by_side", 1),
+        seconds=record.get("seconds", math.nan),
         state=state / parameters if state is not None and parameters else None,
         precision=record.get("precision", "float32"),
         device=record.get("device", "unknown"),
@@ -274,9 +269,11 @@ def parse(record: Mapping[str, Any]) -> Run:
 
 
 def read_study(root: Path) -> Study:
-    """Read the committed records under the root of the repository; without any, the study is empty."""
-    folder = root / "results/today"
-    return Study(read_records(folder) if folder.is_dir() else [])
+    """Read the committed records and times under the root of the repository; without any, the study is empty."""
+    folder, timed = root / "results/today", root / TIMES
+    rows = json.loads(timed.read_text())["rows"] if timed.is_file() else []
+    seconds = {(row["task"], row["optimiser"]): row["seconds_of_steps"] for row in rows if "seconds_of_steps" in row}
+    return Study(read_records(folder) if folder.is_dir() else [], seconds)
 
 
 def _by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

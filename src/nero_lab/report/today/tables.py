@@ -83,13 +83,13 @@ def ranking(study: Study, task: str) -> str:
                 _rate(study, task, contender),
                 "-" if width is None else ("≥ " if width.is_open else "") + f"{width.factor:.1f}",
                 _state(best),
-                _range_of_seconds(study.all_runs(task, contender)),
+                _seconds(study, task, contender),
                 _beaten(study, task, order, contender),
             ]
         )
     rows += [["-", _name(name), NOT_RUN, *["-"] * 6] for name in study.contenders(task) if name not in order]
     head = ["", "contender", goal.name, "seeds", "best rate", f"width at {goal.tolerance}", "state, bytes a parameter"]
-    table = render_table([*head, "seconds of all runs (side by side)", "better than"], rows, left=2)
+    table = render_table([*head, "seconds of steps", "better than"], rows, left=2)
     return "\n\n".join([table, *_short_note(study, task)])
 
 
@@ -169,7 +169,7 @@ def airbench(study: Study) -> str:
                 f"{mean:.3f}" if math.isfinite(mean) else "diverged",
                 "-" if error is None else f"{error:.3f}",
                 f"{100 * share:.0f} %",
-                _seconds(best),
+                _seconds(study, "airbench", contender),
                 _state(best),
                 _beaten(study, "airbench", order, contender),
             ]
@@ -184,7 +184,7 @@ def airbench(study: Study) -> str:
         "standard error",
         f"runs at {TARGET:g} % or above",
     ]
-    table = render_table([*head, "seconds (side by side)", "state, bytes a parameter", "better than"], rows, left=2)
+    table = render_table([*head, "seconds of steps", "state, bytes a parameter", "better than"], rows, left=2)
     return "\n\n".join([table, *_short_note(study, "airbench")])
 
 
@@ -271,15 +271,9 @@ def _state(found: Sequence[Run]) -> str:
     return f"{found[0].state:.2f}" if found[0].state >= 0.1 else f"{found[0].state:.1g}"
 
 
-def _seconds(found: Sequence[Run]) -> str:
-    together = _span([run.side_by_side for run in found])
-    return f"{statistics.fmean(run.seconds for run in found):.1f} ({together})"
-
-
-def _range_of_seconds(found: Sequence[Run]) -> str:
-    """Format the shortest and the longest time, which differ widely if other processes shared the device."""
-    together = _span([run.side_by_side for run in found])
-    return f"{_span([round(run.seconds) for run in found])} ({together})"
+def _seconds(study: Study, task: str, contender: str) -> str:
+    seconds = study.seconds.get((task, contender))
+    return "not timed" if seconds is None else f"{seconds:.3g}"
 
 
 def _span(counts: Sequence[int]) -> str:

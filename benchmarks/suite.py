@@ -36,6 +36,7 @@ from nero_lab.data.corpus import Rows
 from nero_lab.data.pairs import Sentences
 from nero_lab.loops.speedrun import SpeedRun
 from nero_lab.loops.supervised import Supervised
+from nero_lab.loops.training import Training
 from nero_lab.protocol import Precision, Task
 from nero_lab.provenance import commit
 from nero_lab.tasks import TASKS
@@ -49,10 +50,12 @@ STEP_TASKS = ("cgan", "pong")
 #: All CUDA graphs are captured in them, which may take longer than the timed steps.
 WARM_UP_STEPS = 300
 SCRIPT_TASK = "mnist-deep, the authors' way"
-#: Tasks of today's study. The steps of each contender are timed in bursts within the first epoch, after some to warm
-#: up; a speed-run has its own clock, and is run whole.
+#: Tasks of today's study. The steps of each contender are timed in bursts within the first epoch, after one to warm up.
 TODAY_TASKS = ("gpt", "gpt-large", "vit", "airbench")
-TODAY_WARM_UP, TODAY_REPEATS = 10, 5
+#: Steps of a burst: SOAP renews its basis at every tenth.
+TODAY_BURSTS, TODAY_BURST = 8, 10
+#: A speed-run has its own clock, and is run whole.
+SPEED_RUNS = 3
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,17 +74,18 @@ def main(argv: list[str] | None = None) -> int:
         "nero": nero.__version__,
         "threads": torch.get_num_threads(),
         "commit": commit(),
-        "share": share,
-        "epochs": arguments.epochs,
     }
+    parts = {"share": share, "epochs": arguments.epochs}
+    unfinished = path.with_suffix(".unfinished") if before is None else path  # the old record may be of another machine
     rows: list[Row] = []
     for row in timed_rows(arguments, device, share):
         epoch = f", {row['seconds_an_epoch']:.3g} s an epoch" if "seconds_an_epoch" in row else ""
         console.print(f"{_name(row)}, {row['precision']}: {row['milliseconds_a_step']:.3g} ms a step{epoch}")
-        rows.append({**row, **common})
+        rows.append({**row, **common, **(parts if row["task"] not in TODAY_TASKS else {})})
         replaced = {_key(row) for row in rows}
         kept = [row for row in before or [] if _key(row) not in replaced]
-        write_record(path, {**record, "rows": kept + rows})  # after each, so that an interruption loses little
+        write_record(unfinished, {**record, "rows": kept + rows})  # after each, so that an interruption loses little
+    unfinished.replace(path)
     console.print(table(rows))
     console.print(f"written to {path}", soft_wrap=True)
     return 0
@@ -226,17 +230,12 @@ def time_steps(task: Task, data: Any, precision: Precision, seconds: float) -> R
 def time_contender(task: Task, contender: str, data: Dataset) -> Row:
     """Time the steps of a contender of today's study, without evaluations."""
     make = partial(task.loop or Supervised, task, task.settings(contender), data, None)
-    training, clock, times = make(), Clock(data.device), list[float]()
+    training, clock = make(), Clock(data.device)
     if isinstance(training, SpeedRun):
-        for _ in range(TODAY_REPEATS):
-            training = make()
-            while not training.is_finished:
-                training.advance()
-            times.append(training.final_results()["train_seconds"] / training.steps_done)
+        times = [_speed_run(training)] + [_speed_run(make()) for _ in range(SPEED_RUNS - 1)]
     else:
-        clock.burst(training.advance, TODAY_WARM_UP)
-        burst = max(1, (training.steps_per_epoch - 1 - TODAY_WARM_UP) // TODAY_REPEATS)
-        times = [clock.burst(training.advance, burst) for _ in range(TODAY_REPEATS)]
+        clock.burst(training.advance, TODAY_BURST)
+        times = [clock.burst(training.advance, TODAY_BURST) for _ in range(TODAY_BURSTS)]
     row = {
         "task": task.name,
         "optimiser": contender,
@@ -250,6 +249,13 @@ def time_contender(task: Task, contender: str, data: Dataset) -> Row:
     gc.collect()  # a run is a reference cycle
     torch.compiler.reset()  # else the next contender's network would be one more variant of this one's
     return row
+
+
+def _speed_run(training: Training) -> float:
+    """Return the seconds per step of a whole speed-run, by its own clock."""
+    while not training.is_finished:
+        training.advance()
+    return float(training.final_results()["train_seconds"]) / training.steps_done
 
 
 def time_script(

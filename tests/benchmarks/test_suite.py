@@ -140,13 +140,15 @@ def test_task_timed_again_leaves_other_rows_alone(tmp_path: Path):
 
 @pytest.mark.usefixtures("small_suite")
 def test_contenders_of_today_are_timed_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(suite, "TODAY_BURST", 2)
+    monkeypatch.setattr(suite, "SPEED_RUNS", 2)
     models = {
-        "vit": partial(VisionTransformer, width=16, layers=1, head_width=8),
-        "airbench": partial(Airbench, width=1 / 16),
+        "vit": (partial(VisionTransformer, width=16, layers=1, head_width=8), 8),
+        "airbench": (partial(Airbench, width=1 / 16), 40),
     }
-    for name, model in models.items():
+    for name, (model, batch) in models.items():
         few = {key: replace(suite.TASKS[name].contenders[key], model=None) for key in ("nero", "muon")}
-        small = replace(suite.TASKS[name], model=model, contenders=few, batch=80, epochs=4, precision="float32")
+        small = replace(suite.TASKS[name], model=model, contenders=few, batch=batch, epochs=4, precision="float32")
         monkeypatch.setitem(suite.TASKS, name, small)
     assert suite.main(["--device", "cpu", "--out", str(tmp_path), "--tasks", *models]) == 0
     rows = json.loads((tmp_path / "suite-cpu.json").read_text())["rows"]
@@ -154,7 +156,24 @@ def test_contenders_of_today_are_timed_one_by_one(tmp_path: Path, monkeypatch: p
     for row in rows:
         fastest, slowest = row["range"]
         assert 0 < fastest <= row["milliseconds_a_step"] <= slowest
-        assert row["seconds_of_steps"] == pytest.approx(4 * 2 * row["milliseconds_a_step"] / 1e3, rel=0.01, abs=1e-3)
+        steps = 4 * EXAMPLES / models[row["task"]][1]
+        assert row["seconds_of_steps"] == pytest.approx(steps * row["milliseconds_a_step"] / 1e3, rel=0.01, abs=1e-3)
+
+
+def test_interrupted_suite_keeps_the_record_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = {"task": "wikitext2", "precision": "float32", "milliseconds_a_step": 1.0}
+
+    def rows(*_: object):
+        yield row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "timed_rows", rows)
+    path = tmp_path / "suite-cpu.json"
+    path.write_text(other := json.dumps({"machine": "another", "torch": "1.0", "rows": [row]}))
+    with pytest.raises(KeyboardInterrupt):
+        suite.main(["--device", "cpu", "--out", str(tmp_path)])
+    assert path.read_text() == other
+    assert len(json.loads(path.with_suffix(".unfinished").read_text())["rows"]) == 1
 
 
 @pytest.mark.usefixtures("small_suite")

@@ -83,7 +83,7 @@ class Role:
 
     @property
     def is_pulled(self) -> bool:
-        """Whether ``gain_penalty`` pulls the parameter to one."""
+        """True if ``gain_penalty`` pulls the parameter to one."""
         return self.kind == "gain" and not (self.has_offset or self.is_weight)
 
     def __str__(self) -> str:

@@ -3,6 +3,7 @@
 import copy
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -12,26 +13,26 @@ import torch
 from torch import Tensor, nn
 
 
-class Batched(torch.optim.Optimizer):
+class Batched(torch.optim.Optimizer, ABC):
     """An optimiser whose step never waits for the device, so that a CUDA graph can capture the first one.
 
     A subclass checks its options (:meth:`check`), creates the state of a parameter (:meth:`start`), and steps tensors
     of one device and dtype (:meth:`update`).
     """
 
+    @abstractmethod
     def check(self, options: dict[str, Any]) -> None:
         """Raise a ValueError if an option of a group is invalid."""
-        raise NotImplementedError
 
+    @abstractmethod
     def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter before its first step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update(
         self, options: dict[str, Any], weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
     ) -> None:
         """Step tensors of one device and dtype."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters and create their state, which a CUDA graph would create anew at every replay."""

@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser, arguments = parse(argv)
     device = torch.device(arguments.device)
     record = {"machine": machine(device), "torch": torch.__version__}
+    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"suite-{device.type}.json"
     before = earlier_rows(path, record)
     if before is None and arguments.tasks:

@@ -206,7 +206,15 @@ def test_curves_have_a_panel_by_time_if_all_were_timed(missing: list[str]):
     axes = FIGURES["gpt-curves"].draw(Study([make_record(1.0, "nero"), make_record(2.0, "muon")], seconds)).axes
     assert len(axes) == (1 if missing else 2)
     if not missing:
-        assert {10.0, 30.0} <= {line.get_xdata()[-1] for line in axes[1].lines}
+        assert [line.get_xdata()[-1] for line in axes[0].lines[::2]] == [10.0, 30.0]
+
+
+def test_contender_that_takes_far_longer_leaves_the_panel_by_time():
+    names = ("nero", "muon", "soap")
+    seconds = dict(zip((("gpt", name) for name in names), (10.0, 12.0, 50.0), strict=True))
+    by_time, by_steps = FIGURES["gpt-curves"].draw(Study([make_record(1.0, name) for name in names], seconds)).axes
+    assert by_time.get_xlim() == (0, 24)
+    assert {line.get_xdata()[-1] for line in by_steps.lines[:6]} == {400.0}
 
 
 def test_overview_marks_results_of_fewer_than_three_seeds():

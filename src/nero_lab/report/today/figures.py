@@ -87,9 +87,12 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
 
 
 def draw_curves(study: Study, task: str) -> Figure:
-    """Draw the mean curve over seeds of each contender at its best rate, by steps, and by seconds if all were timed."""
+    """Draw the mean curve over seeds of each contender at its best rate, by steps, and by seconds if all were timed.
+
+    A contender that takes more than twice the median time leaves the panel of times.
+    """
     goal, has_times = goal_of(task), study.has_times(task)
-    figure, panels = make_panels(11 if has_times else 7, 4.8, columns=(1, 1.36) if has_times else (1,))
+    figure, panels = make_panels(11 if has_times else 7, 4.8, columns=(1.15, 1) if has_times else (1,))
     contenders = study.ranking(task)
     means = {name: _mean_curve(study.best_runs(task, name)) for name in contenders}
     shown = {name: [v for v in curve[int(SHOWN_FROM * len(curve)) :] if v < math.inf] for name, curve in means.items()}
@@ -101,16 +104,18 @@ def draw_curves(study: Study, task: str) -> Figure:
         seconds = study.seconds.get((task, contender), math.nan)
         steps = [float(goal.interval * place) for place in range(1, len(curve) + 1)]
         times = [seconds * place / len(curve) for place in range(1, len(curve) + 1)]
-        for axes, x in zip(panels, (steps, times), strict=False):  # the times may have no panel
+        for axes, x in zip(reversed(panels), (steps, times), strict=False):  # the times may have no panel
             axes.plot(x, [v if v < math.inf else math.nan for v in curve], **_line(contender))
             axes.plot(x[-1], curve[-1], color=_style(contender).colour, marker=_style(contender).marker, markersize=6)
     for axes in panels:
         axes.set_ylim(_padded(low, top))
         axes.set_xlim(0, None)
     quantity = "Test error in %" if goal.is_accuracy else CURVE_NAMES[goal.curve]
-    style_axes(panels[0], goal.unit, f"{quantity}, by {goal.unit}")
+    style_axes(panels[-1], goal.unit, f"{quantity}, by {goal.unit}")
     if has_times:
-        style_axes(panels[1], "seconds of steps, with the GPU for itself", f"{quantity}, by time")
+        style_axes(panels[0], "seconds of steps, with the GPU for itself", f"{quantity}, by time")
+        usual = statistics.median(study.seconds[task, name] for name in contenders)
+        panels[0].set_xlim(0, min(panels[0].get_xlim()[1], 2 * usual))
     _label_ends(panels[-1], {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))
     return figure
 

@@ -19,8 +19,8 @@ from nero_lab.report.runs import Runs, mean_and_spread
 
 NOT_RUN = "not run"
 PROCESS_NOTE = (
-    '"In one process" counts the runs that one process trained together. '
-    "Other processes may have shared the GPU without being counted."
+    '"Side by side" counts the runs that one command trained on the GPU at a time. '
+    "Other programs may have shared the GPU without being counted."
 )
 #: Column names of the measures of each kind of task.
 CLASSIFICATION: dict[Measure, str] = {"train_accuracy": "train accuracy", "test_error": "test error"}
@@ -146,7 +146,7 @@ def runs_table(facts: Published, runs: Runs) -> str:
         for run in found
     ]
     header = (_contender_column(facts), "rate", "seed", "precision", *measures.values(), *extra)
-    table = render_table((*header, "seconds", "in one process", "device"), lines) if found else NOT_RUN
+    table = render_table((*header, "seconds", "side by side", "device"), lines) if found else NOT_RUN
     return "\n\n".join([table, *notes])
 
 

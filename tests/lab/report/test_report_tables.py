@@ -191,7 +191,7 @@ def test_granularity_takes_neros_rows_from_the_ablation():
 def test_runs_table_counts_runs_of_one_process():
     text = task_tables("cifar10-vgg11", Runs([make_record(*NERO, 0, 0.88, side_by_side=6)]))["runs"]
     header = text.splitlines()[0].strip("|").split("|")
-    assert dict(zip(map(str.strip, header), cells(text)[0], strict=True))["in one process"] == "6"
+    assert dict(zip(map(str.strip, header), cells(text)[0], strict=True))["side by side"] == "6"
 
 
 def coverage(task: str, *records: dict) -> str:

@@ -260,7 +260,7 @@ def test_transfer_has_no_best_rate_of_one_run():
 def test_airbench_counts_runs_at_the_target():
     study = Study(seeds([5.0, 6.0, 7.0, 8.0], "sgd", task="airbench"), {("airbench", "sgd"): 2.5})
     row = rows_of(TABLES["airbench"](study))[0]
-    assert row[3:8] == ["4", "93.500", f"{math.sqrt(5 / 3) / 2:.3f}", "50 %", "2.5"]
+    assert row[3:8] == ["4", "93.500", f"{math.sqrt(5 / 3) / 2:.3f}", "50 %", "2.50"]
 
 
 def all_records() -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ def draw_curves(study: Study, task: str) -> Figure:
     quantity = "Test error in %" if goal.is_accuracy else CURVE_NAMES[goal.curve]
     style_axes(panels[-1], goal.unit, f"{quantity}, by {goal.unit}")
     if has_times:
-        style_axes(panels[0], "seconds of steps, with the GPU for itself", f"{quantity}, by time")
+        style_axes(panels[0], "seconds of steps, with nothing else on the GPU", f"{quantity}, by time")
         usual = statistics.median(study.seconds[task, name] for name in contenders)
         panels[0].set_xlim(0, min(panels[0].get_xlim()[1], 2 * usual))
     _label_ends(panels[-1], {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))

@@ -273,7 +273,7 @@ def _state(found: Sequence[Run]) -> str:
 
 def _seconds(study: Study, task: str, contender: str) -> str:
     seconds = study.seconds.get((task, contender))
-    return "not timed" if seconds is None else f"{seconds:.3g}"
+    return "not timed" if seconds is None else f"{seconds:#.3g}"
 
 
 def _span(counts: Sequence[int]) -> str:

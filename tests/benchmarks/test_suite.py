@@ -215,6 +215,8 @@ SAME_NETWORK = {
     "cifar10-ablation": "cifar10-vgg11",
     "cifar10-granularity": "cifar10-vgg11",
     "mnist-deep-balanced": "mnist-deep",
+    "cgan-momentum": "cgan",
+    "pong-variants": "pong",
 }
 
 

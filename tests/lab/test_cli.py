@@ -57,7 +57,7 @@ def test_nero_list_names_all_tasks(command):
 
 def test_nero_list_has_a_time_per_precision(command):
     _, printed = command("list")
-    (line,) = (line for line in printed.splitlines() if line.startswith("cifar10-vgg11"))
+    (line,) = (line for line in printed.splitlines() if line.startswith("cifar10-vgg11 "))
     assert re.split(" {2,}", line)[-3:] == ["7 min", "2 min", "6 days"]
 
 

@@ -255,6 +255,15 @@ def test_task_matches_the_paper():
     assert TASK.contenders["nero-tuned"].options["gain_penalty"] > 0
 
 
+def test_parts_of_tuned_nero_differ_from_it_by_what_they_say():
+    parts, tuned = TASKS["imagenet-parts"].contenders, TASK.contenders["nero-tuned"]
+    for strength in ("0.01", "0.1", "1"):
+        expected = {**tuned.options, "gain_penalty": float(strength)}
+        assert parts[f"gains-{strength}"] == replace(tuned, options=expected)
+    assert parts["rate-alone"] == replace(TASK.contenders["nero"], best=tuned.best)
+    assert parts["scale-alone"] == replace(TASK.contenders["nero"], options={"scale": 1.0})
+
+
 def test_sgd_momentum_and_decay_match_reference():
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimiser = baselines.make("sgd", model, 0.1, momentum=0.9, weight_decay=0.01)

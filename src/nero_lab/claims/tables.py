@@ -26,7 +26,7 @@ from nero_lab.report.pages import fill_page
 from nero_lab.store import write_bytes
 
 RECORDS, PAGE, FIGURE = (
-    Path("results/claims/runs.jsonl"),
+    Path("results/studies/claims.jsonl"),
     Path("docs/studies/claims.md"),
     Path("docs/figures/claims.png"),
 )
@@ -35,7 +35,7 @@ CLAIMS = Path("docs/paper/claims.md")
 VERDICTS = ("holds", "partly", "does not hold", "not run")
 #: Runs of the lab's tasks.
 REPARAMETERISED = Path("results/mnist-reparameterised.jsonl")
-DEEP, BALANCED_START = Path("results/mnist-deep.jsonl"), Path("results/balanced-start/mnist-deep-balanced.jsonl")
+DEEP, BALANCED_START = Path("results/mnist-deep.jsonl"), Path("results/claims/mnist-deep-balanced.jsonl")
 NAMES = {
     "nero": "Nero",
     "adam": "Adam",

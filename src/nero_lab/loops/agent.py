@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,17 +38,17 @@ class Agent(Training):
     the run's own; the graphs keep their position within the round in tensors.
 
     Args:
-        task: the experiment.
+        task: the experiment; the options of a contender may hold its own hyperparameters under ``"ppo"``.
         settings: the settings of this run.
         data: the game, which names the device to learn on.
         state: a state of :meth:`state` to resume from.
-        ppo: hyperparameters.
+        ppo: the task's hyperparameters.
     """
 
     def __init__(
         self, task: Task, settings: Settings, data: Game, state: dict[str, Any] | None = None, *, ppo: PPO | None = None
     ) -> None:
-        self.ppo = PPO() if ppo is None else ppo
+        self.ppo = replace(ppo or PPO(), **task.contenders[settings.optimiser].options.get("ppo", {}))
         self._round_calls = self.ppo.steps + self.ppo.round_updates
         super().__init__(task, settings, data.device, self.ppo.rounds * self._round_calls)
         self.game = data
@@ -96,6 +97,7 @@ class Agent(Training):
     def final_results(self) -> dict[str, Any]:
         """Record an episode of the trained agent as a GIF, score its greedy policy, and return the totals."""
         rate = self.game_steps / self.seconds
+        last = [total for total, _ in self.session.recent][-10:]
         self.on_activity(f"plays {1 + GREEDY_EPISODES * self.ppo.games} final episodes")
         with self._on_stream(), matmul_precision(self.settings.precision):
             pictures, total, length = self.game.record_episode(
@@ -112,6 +114,7 @@ class Agent(Training):
         return {
             "environment_steps": self.game_steps,
             "steps_per_second": round(rate),
+            "return_of_10": sum(last) / len(last) if last else None,
             "shown_return": total,
             "shown_length": length,
             "greedy_return": sum(greedy) / len(greedy) if greedy else None,
@@ -152,7 +155,8 @@ class Agent(Training):
         self.model: nn.Module = model.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.generator = torch.Generator(self.device)
         self.lr = torch.zeros((), device=self.device)
-        self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **contender.options)
+        options = {name: value for name, value in contender.options.items() if name != "ppo"}
+        self.optimiser = baselines.make(contender.optimiser, self.model, self.lr, **options)
         baselines.prime(self.optimiser)
         self._allocate()
         pool = torch.cuda.graph_pool_handle() if self._stream is not None else None  # the graphs never run together
@@ -262,7 +266,7 @@ class Agent(Training):
         rewards, ends = self._round["outcomes"][1:].unbind(1)
         estimates = advantages(self.ppo, rewards, ends, self._round["values"])
         self._round["returns"].copy_(estimates + self._round["values"][:-1])
-        self._round["advantages"].copy_(normalise(estimates))
+        self._round["advantages"].copy_(normalise(estimates) if self.ppo.normalises_rounds else estimates)
 
     def _update(self) -> None:
         """Update the weights on the next minibatch."""
@@ -271,7 +275,10 @@ class Agent(Training):
         frames, *rest = (self._round[name][: self.ppo.steps].flatten(0, 1)[chosen] for name in names)
         self.optimiser.zero_grad()
         logits, values = self.model(frames)
-        loss, parts = objective(self.ppo, logits, values, Batch(*rest))
+        batch = Batch(*rest)
+        if not self.ppo.normalises_rounds:
+            batch = replace(batch, advantages=normalise(batch.advantages))
+        loss, parts = objective(self.ppo, logits, values, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.ppo.max_grad_norm, foreach=True)
         self.optimiser.step()

@@ -21,6 +21,8 @@ class PPO:
         discount: γ.
         gae_lambda: λ of generalised advantage estimation.
         entropy, value: weights of these terms in the objective.
+        is_value_clipped: clip the change of the value, as that of the policy ratio.
+        normalises_rounds: normalise advantages within a round, instead of within a minibatch.
         max_grad_norm: norm that the gradient of all weights is clipped to.
         rounds: rounds of an epoch.
     """
@@ -34,6 +36,8 @@ class PPO:
     gae_lambda: float = 0.95
     entropy: float = 0.01
     value: float = 0.5
+    is_value_clipped: bool = True
+    normalises_rounds: bool = True
     max_grad_norm: float = 0.5
     rounds: int = 80
 
@@ -63,7 +67,7 @@ class Batch:
         log_likelihoods: log-probabilities of the actions under the policy that chose them.
         values: value estimates when the actions were chosen.
         returns: targets of the value.
-        advantages: advantages of the actions, normalised within the round.
+        advantages: advantages of the actions, normalised.
     """
 
     actions: Tensor
@@ -99,14 +103,17 @@ def normalise(values: Tensor) -> Tensor:
 
 
 def objective(ppo: PPO, logits: Tensor, values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Compute the loss, and its parts: policy loss, value loss and entropy. The value is clipped like the policy."""
+    """Compute the loss, and its parts: policy loss, value loss and entropy."""
     log_policy = torch.log_softmax(logits, 1)
     log_likelihoods = log_policy.gather(1, batch.actions[:, None]).squeeze(1)
     ratios = (log_likelihoods - batch.log_likelihoods).exp()
     clipped = ratios.clamp(1 - ppo.clip, 1 + ppo.clip)
     policy = -torch.minimum(batch.advantages * ratios, batch.advantages * clipped).mean()
-    near = batch.values + (values - batch.values).clamp(-ppo.clip, ppo.clip)
-    value = 0.5 * torch.maximum((values - batch.returns).square(), (near - batch.returns).square()).mean()
+    errors = (values - batch.returns).square()
+    if ppo.is_value_clipped:
+        near = batch.values + (values - batch.values).clamp(-ppo.clip, ppo.clip)
+        errors = torch.maximum(errors, (near - batch.returns).square())
+    value = 0.5 * errors.mean()
     entropy = -(log_policy.exp() * log_policy).sum(1).mean()
     total = policy + ppo.value * value - ppo.entropy * entropy
     return total, torch.stack([policy, value, entropy]).detach()

@@ -10,7 +10,7 @@ from nero_lab.report.pages import fill_page
 from nero_lab.starts.cases import CASES
 from nero_lab.store import write_bytes
 
-RECORDS, PAGE = Path("results/starts/runs.jsonl"), Path("docs/studies/starts.md")
+RECORDS, PAGE = Path("results/studies/starts.jsonl"), Path("docs/studies/starts.md")
 GAINS = ("zero-gain", "layer-scale", "convnext", "gemma")
 NEURONS = ("lora", "control", "zero-head", "adaln", "zero-projection")
 #: Columns by title: a contender and its rate.

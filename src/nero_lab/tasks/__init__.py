@@ -4,11 +4,11 @@ from difflib import get_close_matches
 
 from nero_lab.protocol import SettingError, Task
 from nero_lab.tasks import depth, paper, today
-from nero_lab.tasks.paper import mnist_deep
+from nero_lab.tasks.paper import cgan, cifar10_vgg11, imagenet, mnist_deep, pong
 
-TASKS: dict[str, Task] = {
-    task.name: task for task in (*paper.TASKS, mnist_deep.balanced_start, *today.TASKS, *depth.TASKS)
-}
+#: Tasks on claims that the paper makes in words.
+CLAIMS = (mnist_deep.balanced_start, *cifar10_vgg11.batches, pong.variants, cgan.with_momentum, imagenet.parts)
+TASKS: dict[str, Task] = {task.name: task for task in (*paper.TASKS, *CLAIMS, *today.TASKS, *depth.TASKS)}
 
 
 def task_named(name: str, *optimisers: str) -> Task:

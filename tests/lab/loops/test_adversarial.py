@@ -25,7 +25,9 @@ from nero_lab.progress import Display
 from nero_lab.protocol import SettingError
 from nero_lab.store import Store, read_records
 from nero_lab.sweep import train
+from nero_lab.tasks import TASKS
 
+WITH_MOMENTUM = TASKS["cgan-momentum"]
 #: Keys of a state that depend on time and interruptions only.
 TIME_KEYS = ("seconds", "resumed", "beside")
 
@@ -71,6 +73,16 @@ def test_task_matches_the_paper_and_its_code():
     assert betas == {"generator": (0.0, 0.999), "discriminator": (0.9, 0.999)}
     for contender in ("nero", "sgd", "adam", "lamb"):
         assert not PAPER_GAN.contenders[contender].options
+
+
+@pytest.mark.parametrize("contender", WITH_MOMENTUM.contenders)
+def test_search_over_momentum_gives_it_to_both_networks(contender):
+    training = steps(begin(contender, task=replace(TINY_GAN, contenders=WITH_MOMENTUM.contenders)), 2)
+    for optimiser in training.optimisers.values():
+        (group,) = optimiser.param_groups
+        assert group.get("momentum") == 0.9 or group["betas"][0] == 0.9
+    plain = PAPER_GAN.contenders[contender.removesuffix("-momentum")]
+    assert WITH_MOMENTUM.contenders[contender].grid[-1] == plain.best
 
 
 @pytest.mark.parametrize("contender", TINY_GAN.contenders)

@@ -71,6 +71,39 @@ def test_advantages_are_normalised_per_round():
     assert values.std().item() == pytest.approx(1, abs=1e-3)
 
 
+def test_advantages_are_normalised_per_minibatch_if_asked(monkeypatch):
+    task = replace(TINY_GAME, contenders=TASKS["pong-variants"].contenders)
+    batches = []
+    monkeypatch.setattr(agent, "objective", lambda *given: batches.append(given[-1]) or ppo.objective(*given))
+    training = play(task, task.settings("minibatch-advantages"), ECHO, until=SMALL_PPO.steps + SMALL_PPO.minibatches)
+    assert training._round["advantages"].std().item() != pytest.approx(1, abs=0.05)
+    assert len(batches) == SMALL_PPO.minibatches
+    for batch in batches:
+        assert batch.advantages.mean().item() == pytest.approx(0, abs=1e-6)
+        assert batch.advantages.std().item() == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("contender", "ppo_changes", "nero_changes"),
+    [
+        ("minibatch-advantages", {"normalises_rounds": False}, {}),
+        ("unclipped-value", {"is_value_clipped": False}, {}),
+        ("value-not-halved", {"value": 1.0}, {}),
+        ("unclipped-gradient", {"max_grad_norm": 1e9}, {}),
+        ("no-entropy", {"entropy": 0.0}, {}),
+        ("bounded", {}, {"longest_step": 3.0}),
+        ("free", {}, {"fix_mean": False, "fix_norm": False}),
+    ],
+)
+def test_pong_variant_changes_ppo_or_nero(contender, ppo_changes, nero_changes):
+    task = replace(TASKS["pong-variants"], model=TINY_GAME.model)
+    training = task.loop(task, task.settings(contender), ECHO, None)
+    assert training.ppo == replace(PPO(rounds=80), **ppo_changes)
+    plain = baselines.make("nero", TINY_GAME.model(), 0.01)
+    for found, wanted in zip(training.optimiser.param_groups, plain.param_groups, strict=True):
+        assert all(found[name] == {**wanted, **nero_changes}[name] for name in wanted if name not in ("params", "lr"))
+
+
 def test_schedule_falls_linearly_to_zero():
     task = TASKS["pong"]
     rates = [task.schedule(step * 144, 80 * 144) for step in range(task.epochs * 80)]
@@ -323,14 +356,15 @@ def test_advantages_match_reference():
             assert found[step, game].item() == pytest.approx(total, rel=1e-12)
 
 
-def test_objective_matches_reference():
+@pytest.mark.parametrize("is_clipped", [True, False])
+def test_objective_matches_reference(is_clipped):
     torch.manual_seed(0)
     logits, values = torch.randn(30, 4, dtype=torch.float64), torch.randn(30, dtype=torch.float64)
     actions = torch.randint(4, (30,))
     old = torch.log_softmax(logits, 1).gather(1, actions[:, None])[:, 0] + 0.2 * torch.randn(30, dtype=torch.float64)
     before, returns, gained = (torch.randn(30, dtype=torch.float64) for _ in range(3))
     batch = Batch(actions, old, before, returns, gained)
-    rules = PPO(clip=0.1, entropy=0.03, value=0.7)
+    rules = PPO(clip=0.1, entropy=0.03, value=0.7, is_value_clipped=is_clipped)
     total, parts = ppo.objective(rules, logits, values, batch)
     policy = value = entropy = 0.0
     for step in range(30):
@@ -340,7 +374,7 @@ def test_objective_matches_reference():
         worth = gained[step].item()
         policy -= min(worth * ratio, worth * min(max(ratio, 0.9), 1.1)) / 30
         was, now, wanted = before[step].item(), values[step].item(), returns[step].item()
-        near = was + min(max(now - was, -0.1), 0.1)
+        near = was + min(max(now - was, -0.1), 0.1) if is_clipped else now
         value += max((now - wanted) ** 2, (near - wanted) ** 2) / 2 / 30
         entropy -= sum(p * math.log(p) for p in probabilities) / 30
     assert parts.tolist() == pytest.approx([policy, value, entropy], rel=1e-9)

@@ -7,6 +7,7 @@ it followed (Kostrikov's): 32 channels of the third convolution, advantages norm
 with momentum, as the paper found.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from nero_lab.loops.agent import Agent
@@ -38,4 +39,25 @@ task = Task(
     seconds=Seconds(915, 832, None),
     side_by_side=2,
     loop=partial(Agent, ppo=PPO(rounds=80)),
+)
+
+#: Why does Nero stay below the paper here? One change at a time to PPO or to Nero, on one seed.
+variants = replace(
+    task,
+    name="pong-variants",
+    study="claims",
+    shows="",
+    title="Which change to PPO or to Nero lifts its mean return?",
+    contenders={
+        "minibatch-advantages": Contender("nero", best=0.01, options={"ppo": {"normalises_rounds": False}}),
+        "unclipped-value": Contender("nero", best=0.01, options={"ppo": {"is_value_clipped": False}}),
+        "value-not-halved": Contender("nero", best=0.01, options={"ppo": {"value": 1.0}}),
+        "unclipped-gradient": Contender("nero", best=0.01, options={"ppo": {"max_grad_norm": 1e9}}),
+        "no-entropy": Contender("nero", best=0.01, options={"ppo": {"entropy": 0.0}}),
+        "bounded": Contender("nero", best=0.01, options={"longest_step": 3.0}),
+        "twice-the-rate": Contender("nero", best=0.02),
+        "free": Contender("nero", best=0.01, options={"fix_mean": False, "fix_norm": False}),
+    },
+    grid=(),
+    seeds=1,
 )

@@ -171,8 +171,8 @@ def nudge(
 def direction(g: Tensor, momentum: Momentum | None) -> Direction:
     """Average gradients: m <- μ m + (1 - μ) g. The step takes u = m, or Nesterov's u = μ m + (1 - μ) g with the new m.
 
-    Written in the old m, Nesterov's u is μ² m + (1 - μ²) g: g is averaged in twice. m needs no bias correction, since
-    the step divides by the running average of u, so that a constant factor cancels.
+    Written in the old m, Nesterov's u is μ² m + (1 - μ²) g: g is averaged in twice. m has no bias correction: the step
+    divides by the running average of u, which starts as short as u does.
     """
     if momentum is None:
         return Direction(g, None)

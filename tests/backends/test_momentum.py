@@ -258,6 +258,31 @@ def test_fp16_buffer_decays_to_the_documented_rest(backend: str):
     assert torch.equal(optimiser.state[weight]["momentum_buffer"], torch.full_like(weight, 4 * 2**-24))
 
 
+@pytest.mark.parametrize(("momentum", "share"), [(0.95, 0.95), (0.99, 0.78)])
+def test_bf16_buffer_stays_short_of_equal_gradients_as_documented(momentum: float, share: float):
+    weight = nn.Parameter(torch.randn(3, 1600).bfloat16())
+    optimiser = nero.Nero([weight], momentum=momentum, beta=0.95)
+    weight.grad = torch.randn_like(weight)
+    for _ in range(600):
+        optimiser.step()
+    buffer = optimiser.state[weight]["momentum_buffer"]
+    assert buffer.norm().item() / weight.grad.norm().item() == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(("beta", "peak"), [(0.95, 1.39), (0.999, 1.47)])
+def test_first_steps_along_equal_gradients_are_as_long_as_documented(beta: float, peak: float):
+    weight = nn.Parameter(torch.zeros(1, 16))
+    optimiser = nero.Nero([weight], momentum=0.95, beta=beta, fix_mean=False, fix_norm=False, scale=1.0)
+    weight.grad = torch.randn(1, 16)
+    lengths = []
+    for _ in range(40):
+        before = weight.detach().clone()
+        optimiser.step()
+        lengths.append((weight - before).norm().item() / 0.01)
+    assert lengths[0] == pytest.approx(1, rel=1e-4)
+    assert max(lengths) == pytest.approx(peak, abs=0.005)
+
+
 def test_zero_rate_advances_the_buffer_alone(backend: str):
     layer, grad = nn.Linear(6, 4), torch.randn(4, 6)
     optimiser = nero.Nero(layer, lr=0.0, momentum=0.5, backend=backend)

@@ -62,7 +62,8 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
         _plot_search(axes, searches[contender], _style(contender), low, top, width=2.0)
         best, width = study.best_rate(task, contender), study.width(task, contender)
         if width is not None and best is not None:
-            axes.axhspan(low, goal.limit(searches[contender][best].value), color="#f1f1f1", linewidth=0, zorder=0)
+            least = searches[contender][best].value
+            axes.axhspan(least, goal.limit(least), color="#e4e4e4", linewidth=0, zorder=0)
         axes.set(xscale="log", xlim=(min(rates) / 1.6, max(rates) * 1.6), ylim=(low, top))
         axes.xaxis.set_minor_formatter(NullFormatter())  # within a decade their labels would overlap
         axes.yaxis.set_major_locator(MaxNLocator(5))
@@ -154,10 +155,10 @@ def draw_transfer(study: Study) -> Figure:
     columns = len(series)
     figure, panels = make_panels(3 * columns + 0.6, 2.2 * len(contenders) + 0.7, len(contenders), [1] * columns)
     handles = []
+    known_searches = [study.search(*pair) for pair in known]
+    low, top = _frame([[run.value for run in found.values()] for found in known_searches if found])
     for column, (kind, tasks) in enumerate(series.items()):
         searches = {name: [study.search(task, name) for task in tasks] for name in contenders}
-        values = [[run.value for run in found.values()] for parts in searches.values() for found in parts if found]
-        low, top = _frame(values)
         for row, contender in enumerate(contenders):
             axes, is_last = panels[row * columns + column], row == len(contenders) - 1
             for place, found in enumerate(searches[contender]):
@@ -177,7 +178,13 @@ def draw_transfer(study: Study) -> Figure:
             Line2D([], [], color=_shade(place), marker="o", markersize=4, label=f"{kind} {size}")
             for place, size in enumerate(SERIES[kind])
         ]
-    options = {"ncols": columns, "frameon": False, "fontsize": 9, "borderaxespad": 0.8}
+    grey: dict[str, Any] = {"color": GREY, "linewidth": 0}
+    handles += [
+        Line2D([], [], marker="*", markersize=11, markeredgecolor="black", label="best rate", **grey),
+        Line2D([], [], marker=PEAK_MARKER, markersize=5, label="above the frame", **grey),
+        Line2D([], [], marker="x", markersize=6, label="diverged", **grey),
+    ]
+    options = {"ncols": columns + 1, "frameon": False, "fontsize": 9, "borderaxespad": 0.8}
     figure.legend(handles=handles, loc="outside upper left", **options)
     return figure
 
@@ -345,9 +352,9 @@ def _note(found: dict[float, Run], best: float | None, width: Width | None) -> s
 
 
 def _tick_rates(axes: Axes, rates: Sequence[float]) -> None:
-    """Label about three of the rates that were tried."""
+    """Label up to five of the rates that were tried."""
     tried = sorted(set(rates))
-    shown = tried[:: max(1, math.ceil(len(tried) / 3))]
+    shown = tried[:: max(1, math.ceil(len(tried) / 5))]
     axes.set_xticks(shown, [f"{rate:.3g}" for rate in shown])
     axes.xaxis.set_minor_locator(NullLocator())
 

@@ -15,7 +15,7 @@ from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of
 from nero.state import match_momentum
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
@@ -84,8 +84,7 @@ def start_missing_momentum(parts: Sequence[Part], loaded: Mapping[Tensor, dict[s
         if has_entered(loaded.get(parameter)) and match_momentum(parameter, role, loaded[parameter], group["momentum"])
     ]
     if added:
-        others = f" and {len(added) - 1} others" if len(added) > 1 else ""
-        warn(f"the checkpoint has no momentum of {added[0]}{others}: it starts at zero")
+        warn(f"the checkpoint has no momentum of {and_more(added)}: it starts at zero")
 
 
 def _without_wrappers(name: str) -> str:

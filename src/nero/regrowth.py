@@ -20,7 +20,7 @@ from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
@@ -70,9 +70,8 @@ class Entrance:
     def end(self) -> None:
         """Warn of what was assumed, and forget all notes."""
         if self._kept:
-            more = f" and {len(self._kept) - 1} more" if len(self._kept) > 1 else ""
             warn(
-                f"neurons of {self._kept[0]}{more} are shorter than one, and other layers are balanced, so they are "
+                f"neurons of {and_more(self._kept)} are shorter than one, and other layers are balanced, so they are "
                 "kept as neurons that have grown from zero under Nero: if they are new, call nero.balance_(model) "
                 "before you make the optimiser"
             )

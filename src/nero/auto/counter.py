@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 from nero.groups import Part
 from nero.preserve import MeasurementHook
 from nero.sharding import agreed, is_sharded
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: What to write if a model cannot count its depth when it first runs.
 _BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
@@ -122,9 +122,8 @@ class DepthCounter:
         ]
         self._uncounted = {}
         if late:
-            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
             warn(
-                f"{late[0]}{more} had no part in the depth that the angle is divided by: call "
+                f"{and_more(late)} had no part in the depth that the angle is divided by: call "
                 "optimiser.count_depth(model), and the model's next run counts again; or set the depth of the group"
             )
 

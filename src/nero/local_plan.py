@@ -1,6 +1,5 @@
 """The step of an optimiser on this process: sharded parameters are stepped as their local parts."""
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -126,8 +125,3 @@ class LocalPlan:
                 "replaced the model's parameters, make the optimiser after fully_shard"
             )
         self._may_be_idle = False
-
-
-def is_traced() -> bool:
-    """Return whether torch.compile traces calls made here, even if it could not compile this function."""
-    return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

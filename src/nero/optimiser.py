@@ -14,7 +14,7 @@ from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
 from nero.foreign_options import explain_positional_options
 from nero.groups import Part, check_params, matched, name_of, param_groups, parts_of, role_in, warn_if_lost
-from nero.local_plan import LocalPlan, groups_of, is_traced
+from nero.local_plan import LocalPlan, groups_of
 from nero.option_changes import OptionChanges
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
@@ -29,6 +29,7 @@ from nero.options import (
 )
 from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
+from nero.process import is_traced
 from nero.regrowth import Entrance, add_missing_radii, read_norms
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals

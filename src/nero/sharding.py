@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from nero.process import is_one_of_several
 from nero.roles import Role
 
 #: A DeviceMesh. Not imported here: its module takes long to import.
@@ -324,8 +325,7 @@ def noise_of(parameter: Tensor, role: Role) -> Noise | None:
     Processes may be seeded differently, but replicas must draw the same numbers. The place of a plain tensor is that of
     a replica, as under DistributedDataParallel.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if not is_one_of_several():
         return None
     place = MeshSharding(parameter, role).coordinate if is_sharded(parameter) else ()
     return Noise(place, local_of(parameter).device)

@@ -115,10 +115,10 @@ def parts_of(groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, Role]) -> 
             yield Part(name, parameter, roles.get(parameter) or role_in(group, parameter), group)
 
 
-def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) -> dict[str, Any]:
-    """Give a new group its own learning rate, and names like those of the other groups; raise for unknown options.
+def completed(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) -> dict[str, Any]:
+    """Give a new group its own learning rate, and names if the other groups have names; raise for unknown options.
 
-    Torch demands that the parameters of all groups have names, or of none.
+    Torch demands that either all groups name their parameters, or none does.
     """
     if not isinstance(group, dict):
         raise TypeError(f"a parameter group must be a dict, like {{'params': [...]}}, got {group!r}")

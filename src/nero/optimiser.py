@@ -13,7 +13,7 @@ from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
 from nero.foreign_options import explain_positional_options
-from nero.groups import Part, check_params, matched, name_of, param_groups, parts_of, role_in, warn_if_lost
+from nero.groups import Part, check_params, completed, name_of, param_groups, parts_of, role_in, warn_if_lost
 from nero.local_plan import LocalPlan, groups_of
 from nero.option_changes import OptionChanges
 from nero.options import (
@@ -386,7 +386,7 @@ class Nero(UnseenState):
 
     def _add(self, given: dict[str, Any]) -> None:
         """Validate and add a group. Its parameters stay as they are."""
-        group = matched(given, self.param_groups, self.defaults["lr"])
+        group = completed(given, self.param_groups, self.defaults["lr"])
         is_counted = self.defaults["depth"] == "auto"
         if is_counted and self.param_groups:
             group = {"depth": self.param_groups[0]["depth"], **group}

@@ -81,8 +81,7 @@ class DepthCounter:
 
     def check(self) -> None:
         """Raise if a group still waits for its depth."""
-        optimiser = self._optimiser()
-        waiting = [] if optimiser is None else [group for group in optimiser.param_groups if group["depth"] == "auto"]
+        waiting = [group for group in self._groups() if group["depth"] == "auto"]
         if waiting:
             raise RuntimeError(f"the depth of the model is not known yet{self._cause(waiting)}")
 
@@ -151,6 +150,10 @@ class DepthCounter:
                 if part.role.kind == "neuron" and not part.parameter.requires_grad:
                     self._uncounted[part.parameter] = depth
 
+    def _groups(self) -> list[dict[str, Any]]:
+        optimiser = self._optimiser()
+        return [] if optimiser is None else optimiser.param_groups
+
     def _parts(self) -> list[Part]:
         optimiser = self._optimiser()
         return [] if optimiser is None else list(optimiser.parts())
@@ -160,8 +163,7 @@ class DepthCounter:
         return {id(part.parameter) for part in self._parts() if id(part.parameter) in own}
 
     def _groups_of(self, shared: Container[int]) -> Iterator[dict[str, Any]]:
-        optimiser = self._optimiser()
-        for group in [] if optimiser is None else optimiser.param_groups:
+        for group in self._groups():
             if any(id(parameter) in shared for parameter in group["params"]):
                 yield group
 

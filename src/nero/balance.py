@@ -257,14 +257,21 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tens
     every other neuron has its own norm, at most half of the largest float; with ``False`` it has infinity.
     Of a sharded parameter, these are the neurons on this process, and ``grown`` masks those.
     """
+    own = own_radius(parameter, role)
+    is_zero = own < 0 if grown is None else (own < 0) | grown
+    if fix_norm == "initial":
+        return torch.where(is_zero, -1.0, own)
+    if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
+        return None
+    return torch.where(is_zero, -1.0, torch.full_like(own, 1.0 if fix_norm else torch.inf))
+
+
+@torch.no_grad()
+def own_radius(parameter: Tensor, role: Role) -> Tensor:
+    """Return the norm of each neuron, at most half of the largest float; -1 for neurons that are zero."""
     size = norm(wide_neurons(parameter, role), role.axes)
-    is_zero = size == 0 if grown is None else (size == 0) | grown
-    if fix_norm != "initial":
-        if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
-            return None
-        return torch.where(is_zero, -1.0, torch.full_like(size, 1.0 if fix_norm else torch.inf))
     largest = torch.finfo(size.dtype).max / 2
-    return torch.where(is_zero, -1.0, torch.where(size < largest, size, largest))
+    return torch.where(size == 0, -1.0, torch.where(size < largest, size, largest))
 
 
 @torch.no_grad()
@@ -273,9 +280,8 @@ def balance_change(
 ) -> tuple[float, float]:
     """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
     wide = wide_neurons(parameter, role)
-    radius = initial_radius(parameter, role, fix_norm) if fix_norm == "initial" else None
-    held_to = 1.0 if radius is None else radius
-    projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=held_to).tensor
+    radius = own_radius(parameter, role) if fix_norm == "initial" else 1.0
+    projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius).tensor
     norms = torch.stack([torch.linalg.vector_norm(each) for each in (projected - wide, wide)])
     change, size = sharding_of(parameter, role).total(norms.double().square()).sqrt().tolist()
     return change, size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nero.backends import has_entered
-from nero.balance import initial_radius, wide_neurons
+from nero.balance import initial_radius, own_radius, wide_neurons
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
 from nero.options import FixNorm
@@ -98,9 +98,7 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
         if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
             continue
         if can_read(parameter) and float(own["step"]) == 0:
-            radius = initial_radius(parameter, role, "initial")
-            if radius is not None:
-                local_of(own["radius"]).copy_(radius)  # in place, since captured graphs hold the address
+            local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
 
 
 @torch.no_grad()

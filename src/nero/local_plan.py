@@ -18,7 +18,7 @@ from nero.groups import name_of
 from nero.roles import Role
 from nero.rounding import cast
 from nero.rule import statistics_dtype
-from nero.sharding import MeshSharding, Noise, is_sharded, local_of, noise_of, waited
+from nero.sharding import MeshSharding, Noise, is_sharded, local_of, noise_of
 from nero.state import match_momentum, match_radius
 from nero.user_warnings import warn
 
@@ -69,7 +69,7 @@ class Shard:
         placements = self.parameter.placements
         if grad.placements != placements:
             grad = grad.redistribute(self.parameter.device_mesh, placements)
-        self.grad = waited(grad._local_tensor).view(self.local.shape)
+        self.grad = local_of(grad).view(self.local.shape)
 
 
 class Shards:
@@ -237,12 +237,7 @@ class LocalPlan:
         self._may_be_idle = distributed.is_available() and distributed.is_initialized()
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None) -> bool:
-        """Return whether the optimiser still holds the same groups, parameters and state, with none to add.
-
-        Args:
-            param_groups: the optimiser's groups.
-            state: the optimiser's state; ``None`` if it cannot have changed.
-        """
+        """Return whether the plan still holds, as :meth:`nero.backends.Plan.covers` does, also for shards."""
         return self._plan.covers(param_groups, state) and (self._shards is None or self._shards.are_current())
 
     def retire(self) -> None:

@@ -107,10 +107,10 @@ class Nero(UnseenState):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
-    _plan: LocalPlan | None
+    _plan: LocalPlan | None = None
     _depth_counter: DepthCounter
     _entrance: Entrance
-    _pretrained: bool | None
+    _pretrained: bool | None = None
     _changes: OptionChanges
     _is_made = False
 
@@ -300,7 +300,6 @@ class Nero(UnseenState):
             for name in MISSING_IN_OLD_CHECKPOINTS:
                 options.setdefault(name, OPTIONS[name].default)
         self._roles = {}  # a copy has other parameters, a loaded state other options
-        self._pretrained = getattr(self, "_pretrained", None)
         self._is_made = True
         self._reset()
 
@@ -355,7 +354,6 @@ class Nero(UnseenState):
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
-        self._plan = getattr(self, "_plan", None)
         self._entrance = getattr(self, "_entrance", None) or Entrance()
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()

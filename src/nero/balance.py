@@ -159,7 +159,7 @@ def is_balanced(
     paddings = paddings_of(model)
     has_off = torch.zeros((), dtype=torch.int32, device="cpu")
     for _, parameter, role in neurons:
-        wide, axes = _local_neurons(parameter, role)
+        wide, axes = wide_neurons(parameter, role), role.axes
         off = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm)
         if parameter in paddings:
             off[paddings[parameter]] = 0
@@ -244,6 +244,11 @@ def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
 
 
+def wide_neurons(parameter: Tensor, role: Role) -> Tensor:
+    """Return the neurons that have elements on this process, in at least float32: sums in half lose too much."""
+    return sharding_of(parameter, role).neurons(parameter).to(statistics_dtype(parameter.dtype))
+
+
 @torch.no_grad()
 def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tensor | None = None) -> Tensor | None:
     """Return the norm that each neuron is held to; ``None`` if that is one for all.
@@ -252,14 +257,21 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tens
     every other neuron has its own norm, at most half of the largest float; with ``False`` it has infinity.
     Of a sharded parameter, these are the neurons on this process, and ``grown`` masks those.
     """
-    size = norm(*_local_neurons(parameter, role))
-    is_zero = size == 0 if grown is None else (size == 0) | grown
-    if fix_norm != "initial":
-        if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
-            return None
-        return torch.where(is_zero, -1.0, torch.full_like(size, 1.0 if fix_norm else torch.inf))
+    own = own_radius(parameter, role)
+    is_zero = own < 0 if grown is None else (own < 0) | grown
+    if fix_norm == "initial":
+        return torch.where(is_zero, -1.0, own)
+    if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
+        return None
+    return torch.where(is_zero, -1.0, torch.full_like(own, 1.0 if fix_norm else torch.inf))
+
+
+@torch.no_grad()
+def own_radius(parameter: Tensor, role: Role) -> Tensor:
+    """Return the norm of each neuron, at most half of the largest float; -1 for neurons that are zero."""
+    size = norm(wide_neurons(parameter, role), role.axes)
     largest = torch.finfo(size.dtype).max / 2
-    return torch.where(is_zero, -1.0, torch.where(size < largest, size, largest))
+    return torch.where(size == 0, -1.0, torch.where(size < largest, size, largest))
 
 
 @torch.no_grad()
@@ -267,13 +279,10 @@ def balance_change(
     parameter: Tensor, role: Role, fix_mean: bool = True, fix_norm: FixNorm = True
 ) -> tuple[float, float]:
     """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
-    wide, axes = _local_neurons(parameter, role)
-    if fix_norm == "initial":
-        fix_norm, radius = True, initial_radius(parameter, role, fix_norm)
-    else:
-        radius = None
-    projected = project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm, radius=1.0 if radius is None else radius)
-    norms = torch.stack([torch.linalg.vector_norm(each) for each in (projected.tensor - wide, wide)])
+    wide = wide_neurons(parameter, role)
+    radius = own_radius(parameter, role) if fix_norm == "initial" else 1.0
+    projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius).tensor
+    norms = torch.stack([torch.linalg.vector_norm(each) for each in (projected - wide, wide)])
     change, size = sharding_of(parameter, role).total(norms.double().square()).sqrt().tolist()
     return change, size
 
@@ -362,13 +371,3 @@ def _check_constraints(fix_mean: object, fix_norm: object) -> None:
             f"fix_mean and fix_norm must be True or False here, got {fix_mean!r} and {fix_norm!r}; "
             "fix_norm=False leaves norms as they are"
         )
-
-
-def _local_neurons(parameter: Tensor, role: Role) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the neurons that have elements on this process, in a wide dtype, and their fan-in axes."""
-    return _wide(sharding_of(parameter, role).neurons(parameter)), role.axes
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Cast to at least float32: sums in half precision lose too much."""
-    return tensor.to(statistics_dtype(tensor.dtype))

@@ -15,7 +15,7 @@ from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of
 from nero.state import match_momentum
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
@@ -84,8 +84,7 @@ def start_missing_momentum(parts: Sequence[Part], loaded: Mapping[Tensor, dict[s
         if has_entered(loaded.get(parameter)) and match_momentum(parameter, role, loaded[parameter], group["momentum"])
     ]
     if added:
-        others = f" and {len(added) - 1} others" if len(added) > 1 else ""
-        warn(f"the checkpoint has no momentum of {added[0]}{others}: it starts at zero")
+        warn(f"the checkpoint has no momentum of {and_more(added)}: it starts at zero")
 
 
 def _without_wrappers(name: str) -> str:
@@ -145,15 +144,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
         if key not in wanted:
             state[key] = value.to(parameter.device, copy=True) if isinstance(value, Tensor) else deepcopy(value)
             continue
-        try:
-            tensor = torch.as_tensor(value).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"the checkpoint's {key} of {name} must be a tensor, got {value!r}") from error
-        if tuple(tensor.shape) != wanted[key]:
-            raise ValueError(
-                f"the checkpoint's {key} of {name} has the shape {tuple(tensor.shape)}, but {wanted[key]} is needed: "
-                "it is of another model"
-            )
+        tensor = _checked_tensor(f"the checkpoint's {key} of {name}", value, wanted[key])
         if key == "momentum_buffer":
             buffer = torch.empty_like(local_of(parameter))
             buffer.copy_(cast(sharding.load_parameter(tensor), buffer.dtype))
@@ -167,3 +158,14 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
     if not sharding.is_first and has_entered(state):  # the count is of all processes, which add theirs up
         state["skipped"].zero_()
     return state
+
+
+def _checked_tensor(what: str, value: Any, shape: tuple[int, ...]) -> Tensor:
+    """Convert a loaded value to a tensor; raise if it is none, or has another shape."""
+    try:
+        tensor = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what} must be a tensor, got {value!r}") from error
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{what} has the shape {tuple(tensor.shape)}, but {shape} is needed: it is of another model")
+    return tensor

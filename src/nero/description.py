@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nero.balance import balance_change, initial_radius
+from nero.balance import balance_change, initial_radius, wide_neurons
 from nero.options import check_option
 from nero.parameters import COMPLEX
 from nero.roles import Override, Role, as_override, roles_of
@@ -181,9 +181,7 @@ def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool) -> Row:
     number_bytes = statistics_dtype(parameter.dtype).itemsize
     is_neuron = role.kind == "neuron"
     fan_in = role.fan_in(parameter.shape)
-    axes = role.fan_in_axes or ()
-    others = math.prod(size for axis, size in enumerate(parameter.shape) if axis not in axes)
-    neurons = others * role.fan_in_groups if is_neuron else 0
+    neurons = math.prod(role.state_shape(parameter.shape)) if is_neuron else 0
     if not parameter.requires_grad:
         return Row(name, tuple(parameter.shape), role, neurons, fan_in, 0, 0, "frozen")
     # the step and the count of skipped updates, and for gains and biases the scale
@@ -196,13 +194,10 @@ def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool) -> Row:
     buffer_bytes = parameter.numel() * parameter.element_size() if has_momentum else 0
     state_bytes = fixed + number_bytes * numbers + buffer_bytes
     adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
-    unbalanced = _why_unbalanced(parameter, role, fan_in)
-    row = Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced)
-    change, size = _change_and_norm(parameter, role)
-    return row._replace(squared_change=change, squared_norm=size)
+    unbalanced, squares = _why_unbalanced(parameter, role, fan_in), _change_and_norm(parameter, role)
+    return Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced, *squares)
 
 
-@torch.no_grad()
 def _change_and_norm(parameter: Tensor, role: Role) -> tuple[float, float]:
     """Return how far balancing moves the neurons that it can, and their norm, both squared."""
     if role.kind != "neuron" or parameter.is_complex() or not parameter.numel():
@@ -225,11 +220,11 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
         return COMPLEX
     if parameter.is_meta or not parameter.numel():
         return ""
-    sharding = sharding_of(parameter, role)
-    wide = sharding.neurons(parameter).to(statistics_dtype(parameter.dtype))
+    wide = wide_neurons(parameter, role)
     possible, size = project(wide, role.axes).possible, norm(wide, role.axes)
     masks = (~possible, ~size.isfinite(), size == 0, torch.ones_like(possible))
-    stuck, infinite, at_origin, total = sharding.total(torch.stack([mask.sum() for mask in masks])).tolist()
+    counts = sharding_of(parameter, role).total(torch.stack([mask.sum() for mask in masks]))
+    stuck, infinite, at_origin, total = counts.tolist()
     if not stuck:
         return ""
     if infinite:

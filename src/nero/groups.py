@@ -10,7 +10,7 @@ from nero.options import own_options
 from nero.roles import Override, Role, role_from_shape, roles_of
 from nero.rounding import HALVES
 from nero.scalars import as_float
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: The least angle of a step in half precision. Rounding of smaller steps to nearest leaves three of four weights, and
 #: most gains of one, as they were.
@@ -115,10 +115,10 @@ def parts_of(groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, Role]) -> 
             yield Part(name, parameter, roles.get(parameter) or role_in(group, parameter), group)
 
 
-def matched(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) -> dict[str, Any]:
-    """Give a new group its own learning rate, and names like those of the other groups; raise for unknown options.
+def completed(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) -> dict[str, Any]:
+    """Give a new group its own learning rate, and names if the other groups have names; raise for unknown options.
 
-    Torch demands that the parameters of all groups have names, or of none.
+    Torch demands that either all groups name their parameters, or none does.
     """
     if not isinstance(group, dict):
         raise TypeError(f"a parameter group must be a dict, like {{'params': [...]}}, got {group!r}")
@@ -169,12 +169,12 @@ def warn_if_lost(parts: Iterable[Part]) -> None:
     """Warn if steps are so small that rounding to half precision loses most of them."""
     lost = [part for part in parts if part.parameter.dtype in HALVES and _is_lost(part)]
     if lost:
-        name, parameter, _, group = lost[0]
-        more = f" and {len(lost) - 1} more are" if len(lost) > 1 else " is"
+        _, parameter, _, group = lost[0]
         what, angle = "lr" if group["depth"] == 1 else "lr / depth", as_float(group["lr"]) / group["depth"]
         warn(
-            f"{name}{more} {parameter.dtype}, and rounding to it loses most of a step of {what} = {angle:.2g}: "
-            "give rounding='stochastic', or train float32 parameters, with torch.autocast for speed"
+            f"the values of {and_more([part.name for part in lost])} are {parameter.dtype}, and rounding to it loses "
+            f"most of a step of {what} = {angle:.2g}: give rounding='stochastic', or train float32 parameters, with "
+            "torch.autocast for speed"
         )
 
 

@@ -13,8 +13,8 @@ from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
 from nero.foreign_options import explain_positional_options
-from nero.groups import Part, check_params, matched, name_of, param_groups, parts_of, role_in, warn_if_lost
-from nero.local_plan import LocalPlan, groups_of, is_traced
+from nero.groups import Part, check_params, completed, name_of, param_groups, parts_of, role_in, warn_if_lost
+from nero.local_plan import LocalPlan, groups_of
 from nero.option_changes import OptionChanges
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
@@ -29,6 +29,7 @@ from nero.options import (
 )
 from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
+from nero.process import is_traced
 from nero.regrowth import Entrance, add_missing_radii, read_norms
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
@@ -106,11 +107,12 @@ class Nero(UnseenState):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
-    _plan: LocalPlan | None
+    _plan: LocalPlan | None = None
     _depth_counter: DepthCounter
     _entrance: Entrance
-    _pretrained: bool | None
+    _pretrained: bool | None = None
     _changes: OptionChanges
+    _is_made = False
 
     @explain_positional_options("nero.Nero")
     def __init__(
@@ -173,15 +175,15 @@ class Nero(UnseenState):
         check_options(defaults)
         self._pretrained = pretrained
         self._roles: dict[Tensor, Role] = {}
-        self._entering: list[dict[str, Any]] | None = []  # groups to balance when all are added; None: at once
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
         warn_if_unpenalised(gain_penalty, (part.role.kind for part in self.parts() if part.group["gain_penalty"]))
         if nesterov and not any(group["momentum"] for group in self.param_groups):
             raise ValueError("nesterov=True needs momentum: give momentum=0.9, or leave nesterov out")
-        check_trainable(part[:2] for part in self._added())
+        check_trainable(part[:2] for part in self.parts() if part.parameter.requires_grad)
         warn_if_untrainable(part.parameter for part in self.parts())
-        self._enter_added(is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
+        self._enter(list(self.parts()), is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
+        self._is_made = True
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)
 
@@ -191,11 +193,22 @@ class Nero(UnseenState):
         Args:
             param_group: ``"params"``, with any options. A module as ``"params"`` makes one group per role.
         """
+        groups = [param_group]
         if isinstance(param_group, dict) and isinstance(param_group.get("params"), nn.Module):
             options = {key: value for key, value in param_group.items() if key != "params"}
-            self._add(param_groups(param_group["params"], **options))
-        else:
-            self._add([param_group])
+            groups = param_groups(param_group["params"], **options)
+        count = len(self.param_groups)
+        try:
+            for group in groups:
+                self._add(group)
+            if not self._is_made:  # the constructor adds all groups before it balances any
+                return
+            added = [part for part in self.parts() if any(part.group is group for group in self.param_groups[count:])]
+            check_trainable(part[:2] for part in added if part.parameter.requires_grad)
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+        self._enter(added)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -262,6 +275,10 @@ class Nero(UnseenState):
         """Yield every parameter with its name, role and group; equal names are numbered."""
         return parts_of(self.param_groups, self._roles)
 
+    def _trained(self) -> list[Part]:
+        """Return every parameter that the next step moves."""
+        return [part for part in self.parts() if part.parameter.grad is not None and part.parameter.requires_grad]
+
     def count_depth(self, model: nn.Module) -> None:
         """Divide the angle by the depth of a model, counted when it next runs with gradients.
 
@@ -283,8 +300,7 @@ class Nero(UnseenState):
             for name in MISSING_IN_OLD_CHECKPOINTS:
                 options.setdefault(name, OPTIONS[name].default)
         self._roles = {}  # a copy has other parameters, a loaded state other options
-        self._pretrained = getattr(self, "_pretrained", None)
-        self._entering = None
+        self._is_made = True
         self._reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,15 +354,13 @@ class Nero(UnseenState):
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
-        self._plan = getattr(self, "_plan", None)
         self._entrance = getattr(self, "_entrance", None) or Entrance()
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()
 
     def _check_gradients(self) -> None:
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
-        parts = [part for part in self.parts() if part.group["on_nonfinite"] == "raise"]
-        trained = [part for part in parts if part.parameter.grad is not None and part.parameter.requires_grad]
+        trained = [part for part in self._trained() if part.group["on_nonfinite"] == "raise"]
         check_trainable(part[:2] for part in trained if not self._has_entered(part.parameter))
         check_gradients(part[:2] for part in trained)
 
@@ -368,32 +382,19 @@ class Nero(UnseenState):
             self._roles[parameter] = role_in(group, parameter)
         return self._roles[parameter]
 
-    def _add(self, groups: list[dict[str, Any]]) -> None:
-        """Add all groups, or with an error none. Their parameters are changed only after all were validated."""
-        count, is_outermost = len(self.param_groups), self._entering is None
-        self._entering = self._entering or []
+    def _add(self, given: dict[str, Any]) -> None:
+        """Validate and add a group. Its parameters stay as they are."""
+        group = completed(given, self.param_groups, self.defaults["lr"])
         is_counted = self.defaults["depth"] == "auto"
-        try:
-            for given in groups:
-                group = matched(given, self.param_groups, self.defaults["lr"])
-                if is_counted and self.param_groups:
-                    group = {"depth": self.param_groups[0]["depth"], **group}
-                super().add_param_group(group)
-                group = self.param_groups[-1]
-                check_options(group)
-                roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
-                self._roles.update(zip(group["params"], roles, strict=True))
-                self._entering.append(group)
-                if is_counted and "depth" not in given and group["depth"] != "auto":
-                    self._depth_counter.join(group)
-            if is_outermost:
-                check_trainable(part[:2] for part in self._added())
-        except BaseException:
-            del self.param_groups[count:]
-            self._entering = None if is_outermost else self._entering
-            raise
-        if is_outermost:
-            self._enter_added()
+        if is_counted and self.param_groups:
+            group = {"depth": self.param_groups[0]["depth"], **group}
+        super().add_param_group(group)
+        group = self.param_groups[-1]
+        check_options(group)
+        roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
+        self._roles.update(zip(group["params"], roles, strict=True))
+        if is_counted and "depth" not in given and group["depth"] != "auto":
+            self._depth_counter.join(group)
 
     def _checked_role(self, group: dict[str, Any], index: int) -> Role:
         """Return a parameter's role; raise if Nero cannot train the parameter."""
@@ -404,15 +405,6 @@ class Nero(UnseenState):
             return role_in(group, parameter)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-
-    def _added(self) -> list[Part]:
-        entering = self._entering or []
-        parts = [part for part in self.parts() if any(part.group is group for group in entering)]
-        return [part for part in parts if part.parameter.requires_grad]
-
-    def _enter_added(self, is_pretrained: bool = False) -> None:
-        self._enter(self._added(), is_pretrained)
-        self._entering = None
 
     def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
         """Balance parameters and initialise their state."""
@@ -429,16 +421,11 @@ class Nero(UnseenState):
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""
         self._replace_swapped()
-        late = [
-            Part(name_of(self.param_groups, group, index), parameter, self._role(group, parameter), group)
-            for group in self.param_groups
-            for index, parameter in enumerate(group["params"])
-            if parameter.grad is not None and parameter.requires_grad and not self._has_entered(parameter)
-        ]
+        late = [part for part in self._trained() if not self._has_entered(part.parameter)]
         check_trainable(part[:2] for part in late)
         for part in late:
-            if not torch.compiler.is_compiling() and part.parameter.grad is not None:  # compiled: the plain rule
-                tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad))
+            if not torch.compiler.is_compiling():  # a compiled step is the plain rule
+                tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad) if tensor is not None)
                 backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
             warn_if_balanced(late, "new here, or unfrozen", is_known=True)

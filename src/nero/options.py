@@ -97,17 +97,21 @@ def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         if name in FOREIGN_OPTIONS and not _asks_for_nothing(value):
             raise TypeError(f"{name}={value!r} of {where}: {FOREIGN_OPTIONS[name]}")
         if name not in OPTIONS and name not in OTHER_KEYS and name not in FOREIGN_OPTIONS:
-            from difflib import get_close_matches  # for this message alone
-
-            close = ["lr"] if name == "learning_rate" else get_close_matches(str(name), [*OPTIONS, *ELSEWHERE], 1)
-            own = [*OPTIONS]
-            if where == "nero.Nero":
-                own = [*(option for option in OPTIONS if option not in OF_GROUPS), "pretrained"]
-            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(own)}"
-            if close and close[0] in ELSEWHERE and (name == close[0] or where != "nero.Nero"):
-                hint = ELSEWHERE[close[0]]
-            raise TypeError(f"unknown option {name!r} of {where}; {hint}")
+            raise TypeError(f"unknown option {name!r} of {where}; {_hint(str(name), is_nero=where == 'nero.Nero')}")
     return {name: value for name, value in given.items() if name not in FOREIGN_OPTIONS}
+
+
+def _hint(name: str, is_nero: bool) -> str:
+    """Return what to do instead of giving an unknown option, to nero.Nero or to a group."""
+    from difflib import get_close_matches  # for this message alone
+
+    close = ["lr"] if name == "learning_rate" else get_close_matches(name, [*OPTIONS, *ELSEWHERE], 1)
+    if not close:
+        own = [*(option for option in OPTIONS if option not in OF_GROUPS), "pretrained"] if is_nero else OPTIONS
+        return f"the options are {', '.join(own)}"
+    if close[0] in ELSEWHERE and (name == close[0] or not is_nero):
+        return ELSEWHERE[close[0]]
+    return f"did you mean {close[0]}?"
 
 
 def _asks_for_nothing(value: object) -> bool:

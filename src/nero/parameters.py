@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from nero.process import is_capturing
 from nero.sharding import agreed_flags, check_sharding, is_sharded, local_of
 from nero.user_warnings import warn
 
@@ -66,8 +67,7 @@ def _check_kind(name: str, parameter: Tensor) -> None:
 
 def can_read(parameter: Tensor) -> bool:
     """Return whether values can be read: not on the meta device, in a compiled function or in a captured graph."""
-    is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return not (parameter.is_meta or torch.compiler.is_compiling() or is_captured)
+    return not (parameter.is_meta or torch.compiler.is_compiling() or is_capturing())
 
 
 def check_real(name: str, parameter: Tensor) -> None:

@@ -13,7 +13,7 @@ from nero.balance import balance_change
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
 from nero.parameters import can_read
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
 MIN_CHANGE = 0.01
@@ -38,11 +38,10 @@ def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_kno
     marked = [part for part in neurons if is_known or _looks_pretrained(part)]
     change = relative_change(marked)
     if change > MIN_CHANGE:
-        more = f" and {len(marked) - 1} more are" if len(marked) > 1 else " is"
         warn(
-            f"{marked[0].name}{more} {cause}, and balancing moves the weights by {change:.0%} of their norm, which "
-            "changes what the model computes: keep the weights with nero.Nero(..., pretrained=True), or balance them "
-            "without this warning with pretrained=False"
+            f"the values of {and_more([part.name for part in marked])} are {cause}, and balancing moves the weights by "
+            f"{change:.0%} of their norm, which changes what the model computes: keep the weights with "
+            "nero.Nero(..., pretrained=True), or balance them without this warning with pretrained=False"
         )
 
 

@@ -1,8 +1,8 @@
-"""Weights that are loaded before or after an optimiser is made, and what it may assume of them until its first step.
+"""Neurons that grew from zero in an earlier run: they are shorter than one, and must not be stretched to norm one.
 
-Neurons that grew from zero in an earlier run are shorter than one, and must stay so. If other neurons of the model are
-balanced, Nero has trained it, and short neurons are taken for grown ones. Otherwise only the optimiser's checkpoint
-tells, which is loaded later: they are copied, balanced, and written back then.
+A new optimiser cannot tell such a neuron from one that was never balanced. If another layer of the model is balanced,
+Nero has trained the model, and the optimiser keeps short neurons as they are. Otherwise it copies and balances them.
+A checkpoint that is loaded later marks the neurons that grew, and the copies of these are written back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nero.backends import has_entered
-from nero.balance import initial_radius
+from nero.balance import initial_radius, own_radius, wide_neurons
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
 from nero.options import FixNorm
@@ -20,16 +20,20 @@ from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
 
 
 class Copy(NamedTuple):
-    """A mask of the neurons that were copied from a parameter, their elements, and the constraints on them.
+    """The neurons of a parameter that may have grown from zero, before they were balanced.
 
-    The elements are ``None`` if they are too many.
+    Attributes:
+        fix_mean: the constraint on means when the neurons were balanced.
+        fix_norm: the constraint on norms then.
+        mask: selects the neurons.
+        elements: their elements; ``None`` if they are too many to copy.
     """
 
     parameter: Tensor
@@ -41,15 +45,15 @@ class Copy(NamedTuple):
 
 
 class Entrance:
-    """Notes on the parameters that have entered an optimiser, kept until its first step."""
+    """What an optimiser has assumed of neurons that may have grown from zero. Kept until its first step."""
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
-        self._kept: list[str] = []
-        self._stretched: list[tuple[Tensor, int]] = []
+        self._kept: list[str] = []  # names of parameters whose short neurons were kept
+        self._stretched: list[tuple[Tensor, int]] = []  # parameters with grown neurons but no copies, and versions
 
     def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
-        """Return masks of the neurons that have grown from zero, of parameters that are about to enter."""
+        """Find the neurons that have grown from zero, before the parameters are balanced. Return masks of them."""
         found, copies = find_grown(parts)
         self._copies += copies
         self._kept += [
@@ -58,7 +62,7 @@ class Entrance:
         return found
 
     def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Undo the balancing of neurons that grew from zero, as a loaded state tells."""
+        """Undo the balancing of the neurons that grew from zero according to a loaded state."""
         restore(self._copies, loaded)
         self._kept = []
         for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
@@ -68,11 +72,10 @@ class Entrance:
                 self._stretched.append((parameter, parameter._version))
 
     def end(self) -> None:
-        """Warn of what was assumed, and forget all notes."""
+        """Warn of assumptions that no checkpoint has confirmed, and forget them."""
         if self._kept:
-            more = f" and {len(self._kept) - 1} more" if len(self._kept) > 1 else ""
             warn(
-                f"neurons of {self._kept[0]}{more} are shorter than one, and other layers are balanced, so they are "
+                f"neurons of {and_more(self._kept)} are shorter than one, and other layers are balanced, so they are "
                 "kept as neurons that have grown from zero under Nero: if they are new, call nero.balance_(model) "
                 "before you make the optimiser"
             )
@@ -86,7 +89,7 @@ class Entrance:
 
 @torch.no_grad()
 def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Read again the norms that pretrained neurons are held to: weights may be loaded after they entered.
+    """Update the norms that pretrained neurons are held to, since weights may be loaded after the optimiser is made.
 
     Neurons that have made a step keep their norms.
     """
@@ -95,9 +98,7 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
         if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
             continue
         if can_read(parameter) and float(own["step"]) == 0:
-            radius = initial_radius(parameter, role, "initial")
-            if radius is not None:
-                local_of(own["radius"]).copy_(radius)  # in place, since captured graphs hold the address
+            local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
 
 
 @torch.no_grad()
@@ -105,7 +106,7 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
     """Find the neurons that may have grown from zero: not balanced, and not longer than one.
 
     Returns:
-        By parameter a mask of the neurons that have; or copies of those that may have.
+        Masks of these neurons by parameter, if Nero has trained the model; otherwise copies of the neurons.
     """
     found: list[tuple[Part, Tensor]] = []
     is_trained, elements = False, 0
@@ -116,15 +117,15 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         if not is_held or not parameter.numel() or not can_read(parameter):
             continue
         tolerance = rounding_error(parameter.dtype)
-        sharding = sharding_of(parameter, role)
-        wide = sharding.neurons(parameter).to(statistics_dtype(parameter.dtype))
+        wide = wide_neurons(parameter, role)
         size = norm(wide, role.axes)
         off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True)
         is_balanced = (off <= tolerance * size) & (size > 0)
         # a constant neuron cannot be balanced, so it says nothing
         possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True).possible
         mask = ~is_balanced & possible & ((size <= 1 + tolerance) | (fix_norm is False))
-        count, unbalanced = sharding.total(torch.stack([mask.sum(), (~is_balanced).sum()])).tolist()
+        counts = sharding_of(parameter, role).total(torch.stack([mask.sum(), (~is_balanced).sum()]))
+        count, unbalanced = counts.tolist()
         # unit norm alone, as of neurons of two elements, is no sign of Nero: orthogonal initialisation has it, too
         has_both = fix_mean and fix_norm is True and role.fan_in(parameter.shape) > 2
         is_trained = is_trained or (has_both and not unbalanced)
@@ -159,7 +160,7 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
 
 @torch.no_grad()
 def restore(copies: Iterable[Copy], loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Write back the neurons whose loaded radius is negative, if they still are what balancing has made of them."""
+    """Write back the copied neurons whose loaded radius is negative, unless they have changed since balancing."""
     for parameter, role, fix_mean, fix_norm, mask, elements in copies:
         radius = loaded.get(parameter, {}).get("radius")
         if radius is None or elements is None:
@@ -170,7 +171,7 @@ def restore(copies: Iterable[Copy], loaded: Mapping[Tensor, Mapping[str, Any]]) 
         wide, axes = before.to(statistics_dtype(view.dtype)), role.axes
         held_to = norm(wide, axes) if fix_norm == "initial" else 1.0
         balanced = project(wide, axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=held_to).tensor
-        # if the neurons are not what balancing made of them, the model was loaded since
-        is_balanced = norm(balanced - view, axes) <= 4 * rounding_error(view.dtype) * norm(balanced, axes)
-        view.copy_(torch.where((radius < 0) & is_balanced, before, view))
+        # else other values were loaded since
+        is_unchanged = norm(balanced - view, axes) <= 4 * rounding_error(view.dtype) * norm(balanced, axes)
+        view.copy_(torch.where((radius < 0) & is_unchanged, before, view))
         sharding.write(parameter, view)

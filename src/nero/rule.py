@@ -112,10 +112,7 @@ def turn(
 
     # w <- w - η |w| / ḡ · u
     if scale is None:
-        size = norm(w, axes)
-        scale = torch.where(size > 0, size, SCALE_AT_ORIGIN)
-        if isinstance(radius, Tensor):
-            scale = torch.where(radius < 0, -radius, scale)
+        scale = default_scale(norm(w, axes), radius)
     turned = w - lr * scale * torch.where(average.moving, u / average.divisor, 0.0)
 
     # w <- w - mean(w); w <- w / |w|
@@ -208,8 +205,7 @@ def project(
         for _ in range(2):  # the second removes the rounding error of the first, which a nearly constant neuron has
             unit = unit - held(unit.mean(axes, keepdim=True), radius)
         left = unit.square().sum(axes, keepdim=True)
-        # the rounding error of a constant neuron is not a direction
-        possible = possible & (left > (16 * torch.finfo(tensor.dtype).eps) ** 2 * square)
+        possible = possible & (left > least_share(tensor.dtype) * square)
         square = left
     if fix_norm:
         length = torch.where(possible, square, 1.0).sqrt()
@@ -232,15 +228,36 @@ def distance(
         mean = held(tensor.mean(axes, keepdim=True), radius)
     off_radius = torch.zeros_like(mean)
     if fix_norm:
-        off_radius = norm(tensor - mean, axes) - bound(radius)
-        if isinstance(radius, Tensor):
-            off_radius = torch.where(radius < 0, off_radius.relu(), off_radius)
+        off_radius = excess(norm(tensor - mean, axes), radius)
     return torch.hypot(off_radius, mean * math.sqrt(fan_in))
 
 
 def bound(radius: Number) -> Number:
     """Return the greatest norm that a radius allows."""
     return radius.abs() if isinstance(radius, Tensor) else radius
+
+
+def excess(size: Tensor, radius: Number) -> Tensor:
+    """Return by how much norms exceed their radius; zero where a neuron that started at zero is shorter."""
+    beyond = size - bound(radius)
+    return torch.where(radius < 0, beyond.relu(), beyond) if isinstance(radius, Tensor) else beyond
+
+
+def stretch(size: Tensor, radius: Number) -> Tensor:
+    """Return the factor that sets neurons of these norms to their radius; those that started at zero may be shorter."""
+    factor = bound(radius) / size
+    return torch.where(radius < 0, factor.clamp_max(1), factor) if isinstance(radius, Tensor) else factor
+
+
+def default_scale(size: Tensor, radius: Number) -> Tensor:
+    """Return σ of neurons of these norms: the norm, or the radius if a neuron started at zero."""
+    scale = torch.where(size > 0, size, SCALE_AT_ORIGIN)
+    return torch.where(radius < 0, -radius, scale) if isinstance(radius, Tensor) else scale
+
+
+def least_share(dtype: torch.dtype) -> float:
+    """Return the share of a squared norm without its mean below which a neuron is constant, but for rounding."""
+    return (16 * torch.finfo(dtype).eps) ** 2
 
 
 def norm(tensor: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from nero.process import is_one_of_several
 from nero.roles import Role
 
 #: A DeviceMesh. Not imported here: its module takes long to import.
@@ -26,10 +27,12 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that is on this process; return a plain tensor unchanged."""
+    """Return the part of a tensor on this process, once collectives have made it; a plain tensor as it is."""
     if not is_sharded(tensor):
         return tensor
-    return waited(tensor._local_tensor)  # type: ignore[attr-defined]
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    ready: Tensor = local.wait() if type(local) is not Tensor and hasattr(local, "wait") else local
+    return ready
 
 
 def spec_of(tensor: Tensor) -> object:
@@ -49,12 +52,6 @@ def whole(tensor: Any) -> Tensor:
     """Gather a sharded tensor. All processes that share the tensor must call this."""
     gathered: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return gathered
-
-
-def waited(local: Any) -> Tensor:
-    """Return a local part after the collective that produces it has ended."""
-    ready: Tensor = local if type(local) is Tensor or not hasattr(local, "wait") else local.wait()
-    return ready
 
 
 class Sharding:
@@ -136,10 +133,6 @@ class MeshSharding(Sharding):
     def _group_rows(self) -> int:
         return int(self._shape[0]) // self.role.fan_in_groups
 
-    @property
-    def _rows(self) -> int:
-        return _local_range(self._shape, self.mesh, self._placements)[0][0]
-
     def _cuts(self, axis: int, dims: Sequence[int]) -> bool:
         """Return whether a mesh dimension that shards an axis cuts neurons."""
         if axis not in (self.role.fan_in_axes or ()):
@@ -218,8 +211,8 @@ class MeshSharding(Sharding):
         """The fan-in group of each row on this process, where a grouped transposed convolution is cut."""
         if not self.is_cut or self.role.fan_in_groups == 1:
             return None
-        start = _local_range(self._shape, self.mesh, self._placements)[1][0]
-        return torch.arange(start, start + self._rows, device="cpu") // self._group_rows
+        shape, offset = _local_range(self._shape, self.mesh, self._placements)
+        return torch.arange(offset[0], offset[0] + shape[0], device="cpu") // self._group_rows
 
     @property
     def coordinate(self) -> tuple[tuple[int, int, int], ...]:
@@ -324,8 +317,7 @@ def noise_of(parameter: Tensor, role: Role) -> Noise | None:
     Processes may be seeded differently, but replicas must draw the same numbers. The place of a plain tensor is that of
     a replica, as under DistributedDataParallel.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+    if not is_one_of_several():
         return None
     place = MeshSharding(parameter, role).coordinate if is_sharded(parameter) else ()
     return Noise(place, local_of(parameter).device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nero.backends import has_entered
-from nero.balance import balance_tensor_, initial_radius
+from nero.balance import balance_tensor_, initial_radius, own_radius
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
@@ -63,21 +63,19 @@ def match_momentum(parameter: Tensor, role: Role, state: dict[str, Any], momentu
 
 def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_norm: FixNorm) -> None:
     """Match the radius in a neuron's state with an option that may have changed."""
-    known = state.get("radius")
     if not parameter.numel():
         return
-    if fix_norm == "initial":
-        # in place, since captured graphs hold the address; infinite where the norm was free when it entered
-        sharding = sharding_of(parameter, role)
-        # each process decides for its own neurons, without the others: a step may be one of this process alone
-        if known is None or (can_read(parameter) and bool(local_of(known).isinf().any())):
-            now = initial_radius(parameter, role, fix_norm)
-            if known is not None and now is not None:
-                local_of(known).copy_(torch.where(local_of(known).isinf(), now, local_of(known)))
-            elif now is not None:
-                state["radius"] = sharding.as_state(now)
-    elif fix_norm and known is not None:
-        local_of(known).sign_()  # one, or at most one
+    if "radius" not in state:
+        if fix_norm == "initial":
+            state["radius"] = sharding_of(parameter, role).as_state(own_radius(parameter, role))
+        return
+    known = local_of(state["radius"])  # changed in place, since captured graphs hold the address
+    if fix_norm is True:
+        known.sign_()  # one, or at most one
+    # infinite where the norm was free when the neuron entered. Each process decides for its own neurons, without the
+    # others: a step may be one of this process alone
+    elif fix_norm == "initial" and can_read(parameter) and bool(known.isinf().any()):
+        known.copy_(torch.where(known.isinf(), own_radius(parameter, role), known))
 
 
 class Sight:

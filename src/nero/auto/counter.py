@@ -11,8 +11,9 @@ from torch.jit import ScriptModule
 
 from nero.groups import Part
 from nero.preserve import MeasurementHook
+from nero.process import is_capturing, is_one_of_several
 from nero.sharding import agreed, is_sharded
-from nero.user_warnings import warn
+from nero.user_warnings import and_more, warn
 
 #: What to write if a model cannot count its depth when it first runs.
 _BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
@@ -69,7 +70,7 @@ class DepthCounter:
         """Run a closure, and count the depth of its loss if a model waits and no run of the whole model counts it."""
         model = None if self._hook is None or torch.compiler.is_compiling() else self._hook.model()
         wanted = self.wanted(model) if model is not None else set()
-        if model is None or not wanted or _is_captured() or _is_one_of_several():
+        if model is None or not wanted or is_capturing() or is_one_of_several():
             return closure()
         from nero.auto.depth import run_and_count
 
@@ -80,8 +81,7 @@ class DepthCounter:
 
     def check(self) -> None:
         """Raise if a group still waits for its depth."""
-        optimiser = self._optimiser()
-        waiting = [] if optimiser is None else [group for group in optimiser.param_groups if group["depth"] == "auto"]
+        waiting = [group for group in self._groups() if group["depth"] == "auto"]
         if waiting:
             raise RuntimeError(f"the depth of the model is not known yet{self._cause(waiting)}")
 
@@ -122,9 +122,8 @@ class DepthCounter:
         ]
         self._uncounted = {}
         if late:
-            more = f" and {len(late) - 1} more" if len(late) > 1 else ""
             warn(
-                f"{late[0]}{more} had no part in the depth that the angle is divided by: call "
+                f"{and_more(late)} had no part in the depth that the angle is divided by: call "
                 "optimiser.count_depth(model), and the model's next run counts again; or set the depth of the group"
             )
 
@@ -151,6 +150,10 @@ class DepthCounter:
                 if part.role.kind == "neuron" and not part.parameter.requires_grad:
                     self._uncounted[part.parameter] = depth
 
+    def _groups(self) -> list[dict[str, Any]]:
+        optimiser = self._optimiser()
+        return [] if optimiser is None else optimiser.param_groups
+
     def _parts(self) -> list[Part]:
         optimiser = self._optimiser()
         return [] if optimiser is None else list(optimiser.parts())
@@ -160,8 +163,7 @@ class DepthCounter:
         return {id(part.parameter) for part in self._parts() if id(part.parameter) in own}
 
     def _groups_of(self, shared: Container[int]) -> Iterator[dict[str, Any]]:
-        optimiser = self._optimiser()
-        for group in [] if optimiser is None else optimiser.param_groups:
+        for group in self._groups():
             if any(id(parameter) in shared for parameter in group["params"]):
                 yield group
 
@@ -203,7 +205,7 @@ class _CountOnce(MeasurementHook):
             self.is_compiled = True
             return
         # ``named`` is missing if another hook removed this one while hooks were running
-        if named is None or torch._C._is_tracing() or _is_captured() or not torch.is_grad_enabled():
+        if named is None or torch._C._is_tracing() or is_capturing() or not torch.is_grad_enabled():
             return
         counter = self._counter() if self._counter is not None else None
         model = module if counter is None else self.model() or module
@@ -252,22 +254,13 @@ def _shells(model: nn.Module, neurons: set[int]) -> Iterator[nn.Module]:
         )
 
 
-def _is_captured() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _is_one_of_several() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def _agreed(model: nn.Module, parameters: Sequence[Tensor], found: float | str) -> float | str:
     """Return the greatest depth that any process has counted that shares the model.
 
     Processes count on different batches, and with different depths their copies of the weights would drift apart. So
     where the model is neither sharded nor in DistributedDataParallel, one of several processes does not count at all.
     """
-    if not _is_one_of_several():
+    if not is_one_of_several():
         return found
     mine = torch.tensor(math.inf if isinstance(found, str) else found, dtype=torch.float64, device="cpu")
     if any(map(is_sharded, parameters)):

@@ -122,11 +122,7 @@ def _turn(works: Sequence[Work], sums: Tensor) -> None:
     radius: rule.Number = 1.0
     if "radius" in states[0]:
         radius = torch.cat([state["radius"].flatten() for state in states]).double()
-    if settings.scale is None:
-        scale = torch.where(ww > 0, ww.sqrt(), rule.SCALE_AT_ORIGIN)
-        scale = torch.where(radius < 0, -radius, scale) if isinstance(radius, Tensor) else scale
-    else:
-        scale = torch.full_like(ww, settings.scale)
+    scale = rule.default_scale(ww.sqrt(), radius) if settings.scale is None else torch.full_like(ww, settings.scale)
     factor = torch.where(average.moving, settings.angle * scale / average.divisor, 0.0)
 
     # w <- w - mean(w); w <- w / |w|
@@ -135,12 +131,10 @@ def _turn(works: Sequence[Work], sums: Tensor) -> None:
     if settings.fix_mean and fan_in != 2:
         mean = rule.held((w_sum - factor * g_sum) / fan_in, radius)
     left = square - fan_in * mean * mean
-    share = max((16 * torch.finfo(grad_norm.dtype).eps) ** 2, MIN_LEFT)
-    possible = (left > share * square) & left.isfinite()
+    possible = (left > max(rule.least_share(grad_norm.dtype), MIN_LEFT) * square) & left.isfinite()
     stretch = torch.ones_like(left)
     if settings.fix_norm:
-        stretch = rule.bound(radius) / torch.where(possible, left, 1.0).sqrt()
-        stretch = torch.where(radius < 0, stretch.clamp_max(1), stretch) if isinstance(radius, Tensor) else stretch
+        stretch = rule.stretch(torch.where(possible, left, 1.0).sqrt(), radius)
 
     moving = average.moving & possible & (settings.angle != 0)
     turns = [each.to(grad_norm.dtype) for each in (stretch, -factor * stretch, -mean * stretch)]

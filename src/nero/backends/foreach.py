@@ -157,12 +157,7 @@ def _turned_in_double(job: Job, settings: Settings) -> rule.Update:
     average = rule.running_average(state["grad_norm"], length, state["step"], settings.beta, settings.longest, least)
 
     # w <- w - η |w| / ḡ · u
-    scale: rule.Number | None = settings.scale
-    if scale is None:
-        size = _norm(w, axes)
-        scale = torch.where(size > 0, size, rule.SCALE_AT_ORIGIN)
-        if isinstance(radius, Tensor):
-            scale = torch.where(radius < 0, -radius, scale)
+    scale = rule.default_scale(_norm(w, axes), radius) if settings.scale is None else settings.scale
     turned = torch.addcmul(w, u, -(lr * scale) / average.divisor.double())
 
     # w <- w - mean(w); w <- w / |w|
@@ -172,12 +167,9 @@ def _turned_in_double(job: Job, settings: Settings) -> rule.Update:
     if settings.fix_mean and fan_in != 2:
         mean = rule.held(turned.mean(axes, keepdim=True), radius)
         left = square - fan_in * mean.square()
-        possible &= left > (16 * torch.finfo(torch.float32).eps) ** 2 * square  # else rounding, not a direction
+        possible &= left > rule.least_share(torch.float32) * square
     if settings.fix_norm:
-        norm = torch.where(possible, left, 1.0).sqrt()
-        stretch = rule.bound(radius) / norm
-        if isinstance(radius, Tensor):  # a neuron that started at zero may be shorter
-            stretch = torch.where(norm < -radius, 1.0, stretch)
+        stretch = rule.stretch(torch.where(possible, left, 1.0).sqrt(), radius)
     else:
         stretch = torch.ones_like(mean)
         possible &= square.sqrt() < torch.finfo(torch.float32).max / 2

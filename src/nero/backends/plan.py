@@ -5,12 +5,12 @@ from itertools import chain
 from operator import is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from nero.backends import eager, foreach
 from nero.backends.job import Group, has_entered, job_of, jobs_of, settings_of
 from nero.backends.planner import Planner, uses_numba
+from nero.process import is_capturing
 from nero.scalars import are_same
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Plan:
         # build every job first, so that an error leaves all parameters unchanged
         jobs = [jobs_of(group) for group in self._planner.rest]
         works = [work for group in self._cut_groups for work in _works(group)]
-        is_captured = bool(self._noise) and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        is_captured = bool(self._noise) and is_capturing()
         for generator, seed in () if is_captured else self._noise:
             generator.manual_seed((seed + self._steps * SEED_STRIDE) % MAX_SEED)
         self._steps += 1

@@ -12,6 +12,7 @@ from nero.backends.available import NUMBA_DTYPES, check_backend, numba_works, tr
 from nero.backends.job import Group, Member, Rates, has_expected_state, job_of, rates_of, settings_of
 from nero.backends.layout import layout_of
 from nero.backends.sweep import Line, Sweep, has_strides, span
+from nero.process import is_capturing
 from nero.rule import statistics_dtype
 from nero.scalars import IMMUTABLE, are_same
 
@@ -87,7 +88,7 @@ class Planner:
                     lines.setdefault((kind, group.generator, kind.key(line)), []).append(line)
             if left:
                 rest.append((group._replace(members=left), is_numba))
-        if lines and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if lines and is_capturing():
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
         # all at last: an error on the way leaves every member where it was
         self._sweeps = [kind(own, generator) for (kind, generator, _), own in lines.items()]

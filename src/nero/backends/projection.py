@@ -101,10 +101,7 @@ class Projector:
         off, stretch = torch.zeros_like(size), torch.ones_like(size)
         allowed: rule.Number = rule.bound(radius) if self._fix_norm else whole
         if self._fix_norm:
-            off, stretch = size - allowed, allowed / size
-            if isinstance(radius, Tensor):  # those that started at zero may be short
-                off = torch.where(radius < 0, off.relu(), off)
-                stretch = torch.where(radius < 0, stretch.clamp_max(1), stretch)
+            off, stretch = rule.excess(size, radius), rule.stretch(size, radius)
         balanced = torch.hypot(off, drift) <= rule.rounding_error(weight.dtype) * allowed  # these keep their bits
         if not bool(balanced.all()):
             if mean is not None:

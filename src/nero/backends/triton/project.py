@@ -12,6 +12,7 @@ from nero.backends.available import TRITON_DTYPES, triton_works
 from nero.backends.job import Neurons
 from nero.backends.layout import Layout, layout_of
 from nero.backends.triton.tables import MAX_COUNT, MAX_FAN_IN, TILES, Launch, bits, placed, width_and_rows
+from nero.process import is_capturing
 from nero.rule import rounding_error
 
 
@@ -97,7 +98,7 @@ class Kernels:
         """
         places = [_place(each.tensor) for each in neurons]
         if places != self._places:
-            if _is_capturing():  # a graph would repeat the upload of its tables from memory that is gone
+            if is_capturing():  # a graph would repeat the upload of its tables from memory that is gone
                 return set()
             self._devices, self._places = self._made(neurons), places
         done: set[int] = set()
@@ -135,12 +136,12 @@ class _Device:
         """Project the tensors with a flag, unless a graph captures a change of flags; return whether it was done."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             if self._active is None or flags != self._flags:
-                if _is_capturing():
+                if is_capturing():
                     return False
                 # a new table each time: a graph may still read the last one
                 active = torch.tensor(flags, dtype=torch.int32, device="cpu")  # whatever the default device is
                 self._active, self._flags = placed(active, self._device), flags
-            if _is_capturing():
+            if is_capturing():
                 captured += [self._launches, self._active]
             self._launches(self._active)
         return True
@@ -190,7 +191,3 @@ def _layout(neurons: Neurons) -> Layout | None:
     if isinstance(neurons.radius, Tensor) and neurons.radius.numel() != layout.neurons:
         return None
     return layout
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -163,7 +163,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
 def _checked_tensor(what: str, value: Any, shape: tuple[int, ...]) -> Tensor:
     """Convert a loaded value to a tensor; raise if it is none, or has another shape."""
     try:
-        tensor = torch.as_tensor(value).detach()
+        tensor = (value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")).detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{what} must be a tensor, got {value!r}") from error
     if tuple(tensor.shape) != shape:

@@ -88,6 +88,8 @@ def role_in(group: Mapping[str, Any], parameter: Tensor) -> Role:
     """Return a parameter's role by its group's options, or else by its shape."""
     kind, axes = group["role"], group["fan_in_axes"]
     if kind is None and axes is None:
+        if group["fan_in_groups"] != 1:
+            raise ValueError(f"fan_in_groups={group['fan_in_groups']!r} needs fan_in_axes: give both, or neither")
         return role_from_shape(parameter.shape)
     return Role(kind or "neuron", axes, group["fan_in_groups"]).on(parameter.shape)
 

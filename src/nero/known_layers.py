@@ -33,6 +33,7 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
     (r"\w*Hyper(?:Connection|Head)\.\w+|\w*Indexer\.\w+_ape|\w*(?:Rglru|RGLRU)\.recurrent_param", "bias"),
     (r"\w*(?:Snake\w*|StarReLU)\.\w+|PriorTransformer\.clip_(?:mean|std)", "bias"),
     (r"Affine\.alpha|\w*LayerScale\w*\.\w+", "gain"),
+    (r"Dora\w*Layer\.weight", "bias"),  # PEFT's DoRA: the norms of neurons
 )
 
 #: Parts of the names of PEFT's parameters that start at zero or as copies, and are trained where they are neither.
@@ -48,6 +49,7 @@ BY_NAME: tuple[tuple[str, str], ...] = (
     (r"(?:\w+_)?(?:logit_scale(?:_\w+)?|per_dim_scale|temp|temperature|tau|const|sinks?)|log_\w+", "bias"),
     (r"(?:\w+_)?alphas?(?:_\w+)?|lambdas|lambda_[qk]\d|\w*freq(?:s|uencies)?", "bias"),
     (r"(?:\w+_)?gamma(?:_?\w+)?\d?|gamma\d|\w*layer_?scale\w*|ls\d*|lambda_?\d", "gain"),  # LayerScale
+    (r"ia3_l", "gain"),  # PEFT's IA3
     (r"(?:\w+_)?gain|(?:\w+_)?scale\d?|(?:vision|text)_param|(?:input|post_attention)_residual", "gain"),
     (r"\w+_projection(?:_weight)?", "io"),  # CLIP and Gemma 3, used as inputs @ projection
     (r"(?:\w+_)?pos(?:ition(?:s|al)?)?\d*(?:_\w+)?|(?:height|width)_rel", "positions"),

@@ -102,8 +102,12 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
 
 
 @torch.no_grad()
-def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]:
+def find_grown(parts: Iterable[Part], narrowest: torch.dtype | None = None) -> tuple[dict[Tensor, Tensor], list[Copy]]:
     """Find the neurons that may have grown from zero: not balanced, and not longer than one.
+
+    Args:
+        parts: the parameters.
+        narrowest: neurons that are balanced to the rounding of this dtype have not grown; by default the parameter's.
 
     Returns:
         Masks of these neurons by parameter, if Nero has trained the model; otherwise copies of the neurons.
@@ -116,7 +120,7 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         is_held = role.kind == "neuron" and (fix_mean or fix_norm is True)
         if not is_held or not parameter.numel() or not can_read(parameter):
             continue
-        tolerance = rounding_error(parameter.dtype)
+        tolerance = max(rounding_error(dtype) for dtype in (parameter.dtype, narrowest or parameter.dtype))
         wide = wide_neurons(parameter, role)
         size = norm(wide, role.axes)
         off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True)
@@ -125,7 +129,7 @@ def find_grown(parts: Iterable[Part]) -> tuple[dict[Tensor, Tensor], list[Copy]]
         possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True).possible
         mask = ~is_balanced & possible & ((size <= 1 + tolerance) | (fix_norm is False))
         counts = sharding_of(parameter, role).total(torch.stack([mask.sum(), (~is_balanced).sum()]))
-        count, unbalanced = counts.tolist()
+        count, unbalanced = map(int, counts.cpu())  # tensor subclasses lack tolist
         # unit norm alone, as of neurons of two elements, is no sign of Nero: orthogonal initialisation has it, too
         has_both = fix_mean and fix_norm is True and role.fan_in(parameter.shape) > 2
         is_trained = is_trained or (has_both and not unbalanced)
@@ -147,10 +151,10 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
     """Add the radius to a loaded state that lacks it, though neurons of the loaded model have grown from zero.
 
     ``torch.distributed.checkpoint`` reads only what the optimiser already holds. One that was made on a model without
-    zero neurons has no radius.
+    zero neurons has no radius. But neurons that were balanced in bf16 and then cast have none to miss.
     """
     missing = [part for part in parts if has_entered(own := loaded.get(part.parameter, {})) and "radius" not in own]
-    grown = find_grown(parts)[0] if missing else {}
+    grown = find_grown(parts, torch.bfloat16)[0] if missing else {}
     for _, parameter, role, group in missing:
         if parameter in grown:
             radius = initial_radius(parameter, role, group["fix_norm"], grown[parameter])

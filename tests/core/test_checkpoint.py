@@ -378,3 +378,12 @@ def test_checkpoint_of_distributed_state_dict_loads():
     train(model, optimiser, range(2, 4))
     train(other, fresh, range(2, 4))
     assert_same(model, other)
+
+
+def test_checkpoint_loads_while_another_device_is_the_default():
+    layer = nn.Linear(8, 4)
+    optimiser = nero.Nero(layer)
+    saved = optimiser.state_dict()
+    with torch.device("meta"):
+        optimiser.load_state_dict(saved)
+    assert all(value.is_cpu for state in optimiser.state.values() for value in state.values())

@@ -99,11 +99,11 @@ WRAPPED = [
         lambda: parametrizations.spectral_norm(nn.ConvTranspose1d(4, 6, 3, groups=2)),
         {ORIGINAL: TRANSPOSED},
     ),
-    ("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(4, 3)), {ORIGINAL: ROWS}),
+    ("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(4, 3)), {ORIGINAL: BIAS}),
     (
         "orthogonal, tall",
         lambda: parametrizations.orthogonal(nn.Linear(3, 4), orthogonal_map="cayley"),
-        {ORIGINAL: ROWS},
+        {ORIGINAL: BIAS},
     ),
     ("pruned", lambda: pruned(nn.Linear(4, 3)), {"weight_orig": ROWS}),
     ("pruned bias", lambda: pruned(nn.Linear(4, 3), "bias"), {"bias_orig": BIAS, "weight": ROWS}),
@@ -176,3 +176,17 @@ def test_roles_of_changes_no_buffer_and_no_random_state(make):
     nero.describe(layer)
     assert torch.equal(seed, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (8, 8)])
+def test_orthogonal_layer_trains_and_stays_orthogonal(shape):
+    layer = parametrizations.orthogonal(nn.Linear(*shape, bias=False))
+    before = layer.weight.detach().clone()
+    optimiser = nero.Nero(layer)
+    assert torch.equal(layer.weight, before)
+    for _ in range(3):
+        optimiser.zero_grad()
+        (layer(torch.randn(4, shape[0])) - 1).square().sum().backward()
+        optimiser.step()
+    assert (layer.weight - before).norm() > 1e-3
+    assert torch.linalg.svdvals(layer.weight.detach()).tolist() == pytest.approx([1.0] * min(shape), abs=1e-5)

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from training import fill_grads, train_on_noise
 
 import nero
@@ -172,6 +173,25 @@ def test_new_optimiser_on_a_trained_model_keeps_grown_neurons():
     with pytest.warns(UserWarning, match=r"neurons of up\.weight are shorter .*: if they are new, call nero\.balance_"):
         adapt(model, optimiser, 5)
     assert (model.up.weight.norm(dim=1) < 0.5).all(), "they go on growing"
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_neurons_balanced_in_bf16_keep_both_constraints_after_a_cast(is_resumed: bool):
+    """A checkpoint without radii says that no neuron has grown from zero; casting leaves rounding errors of bf16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 64, bias=False, dtype=torch.bfloat16), nn.Linear(64, 8, bias=False))
+    optimiser = nero.Nero(model)
+    model.float()
+    if is_resumed:
+        saved, model = (model.state_dict(), optimiser.state_dict()), copy.deepcopy(model)
+        model.load_state_dict(saved[0])
+        optimiser = nero.Nero(model)
+        optimiser.load_state_dict(saved[1])
+    else:
+        optimiser.load_state_dict(optimiser.state_dict())
+    train_on_noise(model, optimiser, 3)
+    assert "radius" not in optimiser.state[model[0].weight]
+    assert nero.is_balanced(model)
 
 
 def test_new_head_of_a_trained_body_is_balanced_if_asked():
@@ -357,3 +377,12 @@ def test_unfreezing_warns_once_where_it_changes_the_function():
                 optimiser.step()
             assert found[0].filename == __file__
         optimiser.step()
+
+
+def test_tensor_subclass_that_wraps_others_is_balanced():
+    both = [torch.randn(4, 8), torch.randn(4, 8)]
+    weight = nn.Parameter(TwoTensor(*both))
+    nero.Nero([weight])
+    for part, before in zip((weight.a, weight.b), both, strict=True):
+        centred = before - before.mean(1, keepdim=True)
+        torch.testing.assert_close(part, centred / centred.norm(dim=1, keepdim=True))

@@ -84,6 +84,7 @@ def test_lr_auto_of_one_group_raises_and_names_remedy():
         ({"role": "bias", "fan_in_axes": (1,)}, r"a bias has no fan_in_axes, got \(1,\)"),
         ({"role": "neuron", "fan_in_axes": (0,), "fan_in_groups": 3}, "fan_in_groups=3 does not fit"),
         ({"fan_in_axes": (5,)}, "do not fit"),
+        ({"fan_in_groups": 2}, "fan_in_groups=2 needs fan_in_axes"),
     ],
 )
 def test_invalid_role_of_group_raises(options: dict, message: str):
@@ -232,6 +233,14 @@ def test_parameter_created_in_inference_mode_raises():
     with torch.inference_mode():
         model[0].requires_grad_(False)
     nero.Nero(model)
+
+
+def test_expanded_parameter_raises_before_anything_changes():
+    weight = torch.randn(4, 8)
+    before = weight.clone()
+    with pytest.raises(ValueError, match="parameter 1 of group 0 is expanded"):
+        nero.Nero([nn.Parameter(weight), nn.Parameter(torch.randn(1, 6).expand(3, 6))])
+    assert torch.equal(weight, before)
 
 
 def test_lazy_parameter_raises():

@@ -6,16 +6,17 @@ record.
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import memory
 import torch
 from contenders import ADAM, SGD
+from records import RESULTS, ROOT
 from timing import Row
 
-ROOT = Path(__file__).parents[1]
+from nero_lab.report.markdown import render_table
+
 PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md", "docs/guide/constraints.md", "docs/guide/jax.md")
 BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -35,7 +36,7 @@ def filled(text: str) -> str:
 
 def record(name: str) -> dict[str, Any]:
     """Read a committed record."""
-    found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
@@ -56,7 +57,7 @@ def summary() -> str:
                 f"{nero['of_fused_adam']:.2f}",
             ]
         )
-    return _table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
+    return render_table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
 
 
 def gpu_steps() -> str:
@@ -78,7 +79,7 @@ def gpu_steps() -> str:
             ]
         )
     head = ["shapes of", "parameters", "device", "of a copy's bandwidth", "/ SGD", "with host", "/ SGD", "/ Adam"]
-    return _table(head, lines)
+    return render_table(head, lines)
 
 
 def limits() -> str:
@@ -105,7 +106,7 @@ def limits() -> str:
             ]
         )
     shares = ["plain", "momentum", "stochastic", "both"]
-    return _table(["shapes of", "tensors", "device", *shares, "with host", "/ SGD", "fresh", "/ SGD"], lines)
+    return render_table(["shapes of", "tensors", "device", *shares, "with host", "/ SGD", "fresh", "/ SGD"], lines)
 
 
 def momentum() -> str:
@@ -126,12 +127,12 @@ def momentum() -> str:
     ]
     head = ["shapes of", "optimiser", "device", "bytes", "of a copy's bandwidth", "with host"]
     found = record("momentum-cuda")
-    return f"{found['machine']}, torch {found['torch']}:\n\n{_table(head, lines)}"
+    return f"{found['machine']}, torch {found['torch']}:\n\n{render_table(head, lines)}"
 
 
 def cpu_records() -> list[str]:
     """Return the names of the records of CPUs, one per architecture."""
-    return sorted(path.stem for path in (ROOT / "benchmarks/results").glob("cpu-*.json"))
+    return sorted(path.stem for path in RESULTS.glob("cpu-*.json"))
 
 
 def cpu_steps() -> str:
@@ -159,13 +160,13 @@ def _steps_on_cpu(name: str) -> str:
             ]
         )
     head = ["shapes of", "parameters", "numba", "/ SGD", "/ Adam", "foreach / Adam", "state / Adam's"]
-    return _table(head, lines)
+    return render_table(head, lines)
 
 
 def tensors() -> str:
     """Make the table of steps on a GPU by the number of tensors."""
     rows = [row for row in record("cuda")["growth"] if (row["by"], row["optimiser"]) == ("tensors", "Nero")]
-    return _table(
+    return render_table(
         ["tensors", "a step with the host", "/ SGD", "/ Adam"],
         [
             [
@@ -189,7 +190,7 @@ def training() -> str:
         batch = " x ".join(map(str, by_name["Nero"]["batch"]))
         shares = [f"{by_name[name]['optimiser_per_cent_within']:.1f} %" for name in ("Nero", SGD, ADAM)]
         lines.append([model, batch, by_name["Nero"]["precision"], *shares])
-    return _table(["network", "batch", "precision", "Nero", "SGD", "Adam"], lines)
+    return render_table(["network", "batch", "precision", "Nero", "SGD", "Adam"], lines)
 
 
 def suite() -> str:
@@ -204,7 +205,7 @@ def suite() -> str:
     lines = [
         [name, *(by_precision.get(each, "not run") for each in precisions)] for name, by_precision in times.items()
     ]
-    return _table(["task", "float32", "TF32"], lines)
+    return render_table(["task", "float32", "TF32"], lines)
 
 
 def script() -> str:
@@ -217,7 +218,7 @@ def script() -> str:
             lines.append(
                 [row["precision"], f"{ours:.1f} ms", f"{row['milliseconds_a_step']:.1f} ms", f"{row['times_ours']:.1f}"]
             )
-    return _table(["precision", "ours", "the authors' way", "ratio"], lines)
+    return render_table(["precision", "ours", "the authors' way", "ratio"], lines)
 
 
 def sharded() -> str:
@@ -241,7 +242,7 @@ def sharded() -> str:
             ]
         )
     times = ["Nero", "/ plain", "numba / plain", "Adam", "Muon"]
-    return _table(["matrices", *times, "collectives: Nero", "Adam", "Muon"], lines)
+    return render_table(["matrices", *times, "collectives: Nero", "Adam", "Muon"], lines)
 
 
 def sharded_gpu() -> str:
@@ -258,7 +259,7 @@ def sharded_gpu() -> str:
         for row in record("sharded-cuda-gpt2")["rows"]
     ]
     device = ["device: Nero", "Adam", "Nero / plain"]
-    return _table(["model", "ranks", *device, "back to back: Nero", "Adam", "Nero / plain"], lines)
+    return render_table(["model", "ranks", *device, "back to back: Nero", "Adam", "Nero / plain"], lines)
 
 
 def rank_memory() -> str:
@@ -272,7 +273,7 @@ def rank_memory() -> str:
                 [optimiser, name, *(_size(each.state) for each in held), *(_size(each.total) for each in held)]
             )
     ranks = [f"{count} rank{'s' * (count > 1)}" for count in memory.RANKS]
-    return _table(
+    return render_table(
         ["optimiser", "weights", *(f"state, {each}" for each in ranks), *(f"all, {each}" for each in ranks)], lines
     )
 
@@ -286,7 +287,7 @@ def balance() -> str:
     """Make the table of the cost of balancing, of the devices that have a record."""
     lines = []
     for device in ("cuda", "cpu"):
-        if not (ROOT / f"benchmarks/results/balance-{device}.json").exists():
+        if not (RESULTS / f"balance-{device}.json").exists():
             continue
         found = record(f"balance-{device}")
         for row in found["rows"]:
@@ -295,7 +296,7 @@ def balance() -> str:
             alone = "" if None in of_device else f"{of_device[1] - of_device[0]:.3g} ms"
             cells = [found["machine"].partition(",")[0], row["shapes"], row["optimiser"]]
             lines.append([*cells, *times, f"{row['per_cent_slower']:.3g} %", alone])
-    return _table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
+    return render_table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
 
 
 def jax_steps() -> str:
@@ -305,7 +306,9 @@ def jax_steps() -> str:
     for row in found["step"]:
         state = f"{row['state_bytes'] / 1e6:,.1f} MB"
         lines.append([row["optimiser"], f"{row['milliseconds']:.3g} ms", f"{row['of_adam']:.2f}", state])
-    return f"{found['machine']}, JAX {found['jax']}:\n\n" + _table(["optimiser", "step", "/ Adam", "state"], lines)
+    return f"{found['machine']}, JAX {found['jax']}:\n\n" + render_table(
+        ["optimiser", "step", "/ Adam", "state"], lines
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -331,11 +334,6 @@ def _by_shapes(name: str, section: str = "step") -> dict[str, dict[str, Row]]:
     for row in record(name)[section]:
         found.setdefault(row["shapes"], {})[row["optimiser"]] = row
     return found
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
 if __name__ == "__main__":

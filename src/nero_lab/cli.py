@@ -19,7 +19,7 @@ try:
     from rich.progress import Progress
     from typer.core import TyperCommand, TyperGroup
 
-    from nero_lab.progress import Display, NullObserver, duration
+    from nero_lab.progress import Display, duration
     from nero_lab.report import report as write_report
 except ModuleNotFoundError as error:
     sys.exit(f"the command `nero` needs {error.name}: {how_to_install('lab')}")
@@ -34,7 +34,7 @@ from nero_lab.pool import train_in_processes
 from nero_lab.protocol import PRECISIONS, Precision, SettingError, Settings, Task
 from nero_lab.report.published import all_published
 from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records
-from nero_lab.sweep import search, train
+from nero_lab.sweep import RunObserver, search, train
 from nero_lab.tasks import TASKS, depth, task_named
 
 #: Trains runs and returns their records; the second argument says whether more runs follow.
@@ -309,7 +309,7 @@ def _training_session(
         store.check(task, _bytes_needed(task, at_a_time))
         dataset, stand_in = _load_for(task, data, device)
         # the display is inside, so that its bars are gone before the last line
-        with _exit_if_stopped(), Display(console, out, device) if is_first else nullcontext(NullObserver()) as observer:
+        with _exit_if_stopped(), Display(console, out, device) if is_first else nullcontext(RunObserver()) as observer:
 
             def run_all(asked: list[Settings], more: bool) -> list[dict[str, Any]]:
                 runs = [replace(settings, data=stand_in) for settings in asked]

@@ -14,8 +14,7 @@ import torch
 from nero_lab.data.arcade import Game, pong
 from nero_lab.data.books import Books, classic_books
 from nero_lab.data.corpus import Corpus, wikitext2
-from nero_lab.data.dataset import Dataset
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError, Dataset
 from nero_lab.data.folder import Folder
 from nero_lab.data.images import ImageDataset, Images, cifar10, mnist
 from nero_lab.data.pairs import Pairs, multi30k

@@ -24,11 +24,19 @@ from nero_lab.models.mlp import mlp, normed_mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
 from nero_lab.protocol import SettingError
-from nero_lab.report.depth import Study, fill, read_study
 from nero_lab.report.depth.__main__ import PAGES, main
-from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Network, breaks_down
-from nero_lab.report.depth.tables import TABLES
-from nero_lab.report.pages import BLOCK
+from nero_lab.report.depth.study import (
+    CHANCE,
+    LEARNING_LAYERS,
+    NETWORKS,
+    SEEDS,
+    Network,
+    Study,
+    breaks_down,
+    read_study,
+)
+from nero_lab.report.depth.tables import TABLES, fill
+from nero_lab.report.markdown import BLOCK
 from nero_lab.store import read_records
 from nero_lab.tasks import TASKS, depth, paper, task_named
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST, TRUSTS

@@ -20,9 +20,8 @@ from nero_lab.claims.studies import (
     STRENGTHS,
     USUAL_RATES,
 )
-from nero_lab.report.markdown import over_seeds, render_table, seeds_note
-from nero_lab.report.pages import fill_page
-from nero_lab.store import read_json_lines, write_bytes
+from nero_lab.report.markdown import over_seeds, render_table, seeds_note, update_page
+from nero_lab.store import read_json_lines
 
 RECORDS, PAGE, FIGURE = (
     Path("results/studies/claims.jsonl"),
@@ -343,10 +342,8 @@ def main(root: Path = Path()) -> None:
     records = read_json_lines(root / RECORDS)
     made = tables(records, read_json_lines(root / REPARAMETERISED))
     made["balanced-start"] = balanced_start(read_json_lines(root / DEEP), read_json_lines(root / BALANCED_START))
-    text = fill_page(root / PAGE, made)
-    write_bytes(root / PAGE, text.encode())
-    counts = {"verdicts": _verdicts((root / CLAIMS).read_text(encoding="utf-8"))}
-    write_bytes(root / CLAIMS, fill_page(root / CLAIMS, counts).encode())
+    update_page(root / PAGE, made)
+    update_page(root / CLAIMS, {"verdicts": _verdicts((root / CLAIMS).read_text(encoding="utf-8"))})
     save(draw(records), root / FIGURE)
 
 

@@ -4,10 +4,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from nero_lab.report.markdown import render_table
-from nero_lab.report.pages import fill_page
+from nero_lab.report.markdown import render_table, update_page
 from nero_lab.starts.cases import CASES
-from nero_lab.store import read_json_lines, write_bytes
+from nero_lab.store import read_json_lines
 
 RECORDS, PAGE = Path("results/studies/starts.jsonl"), Path("docs/studies/starts.md")
 GAINS = ("zero-gain", "layer-scale", "convnext", "gemma")
@@ -61,7 +60,7 @@ def _cell(found: list[float]) -> str:
 
 def main(root: Path = Path()) -> None:
     """Fill the page under the root with the tables of the records there."""
-    write_bytes(root / PAGE, fill_page(root / PAGE, tables(read_json_lines(root / RECORDS))).encode())
+    update_page(root / PAGE, tables(read_json_lines(root / RECORDS)))
 
 
 if __name__ == "__main__":

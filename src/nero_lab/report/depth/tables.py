@@ -5,8 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
-from nero_lab.report.markdown import render_table
-from nero_lab.report.pages import fill_blocks
+from nero_lab.report.markdown import fill_blocks, render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 import nero
-from nero_lab import cli
+from nero_lab import cli, session
 from nero_lab.baselines import make
 from nero_lab.data import ImageDataset, Images
 from nero_lab.models.mlp import mlp, normed_mlp
@@ -325,7 +325,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         pixels = torch.randint(256, (count, 1, 8, 8), generator=noise, dtype=torch.uint8)
         return Images(pixels, torch.arange(count) % 10)
 
-    monkeypatch.setattr(cli, "load", lambda *_, **__: ImageDataset("mnist", images(20), images(10), (0.5,), (0.25,)))
+    monkeypatch.setattr(
+        session, "load", lambda *_, **__: ImageDataset("mnist", images(20), images(10), (0.5,), (0.25,))
+    )
     for name in ("mnist-deep", "perceptron-5", *(f"perceptron-5{variant}" for variant in VARIANTS)):
         model = normed_mlp if name.endswith("normed") else mlp
         monkeypatch.setitem(TASKS, name, replace(TASKS[name], model=partial(model, 2, width=64)))

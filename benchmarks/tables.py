@@ -44,19 +44,9 @@ def summary() -> str:
     """Make README's table: steps on a GPU."""
     lines = []
     for shapes, rows in _by_shapes("cuda").items():
-        nero, sgd, adam = rows["Nero (triton)"], rows[SGD], rows[ADAM]
-        device = nero["device_milliseconds"]
-        lines.append(
-            [
-                shapes,
-                f"{device:.3g} ms",
-                f"{device / sgd['device_milliseconds']:.2f}",
-                f"{device / adam['device_milliseconds']:.2f}",
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{nero['of_fused_adam']:.2f}",
-            ]
-        )
+        nero, device = rows["Nero (triton)"], rows["Nero (triton)"]["device_milliseconds"]
+        ratios = [f"{device / rows[other]['device_milliseconds']:.2f}" for other in (SGD, ADAM)]
+        lines.append([shapes, _ms(device), *ratios, *_with_host(nero)])
     return render_table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
 
 
@@ -64,20 +54,9 @@ def gpu_steps() -> str:
     """Make the table of steps on a GPU."""
     lines = []
     for shapes, rows in _by_shapes("cuda").items():
-        nero, sgd = rows["Nero (triton)"], rows[SGD]
-        device = nero["device_milliseconds"]
-        lines.append(
-            [
-                shapes,
-                f"{nero['parameters'] / 1e6:.1f} M",
-                f"{device:.3g} ms",
-                f"{100 * nero['device_of_copy_bandwidth']:.0f} %",
-                f"{device / sgd['device_milliseconds']:.2f}",
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{nero['of_fused_adam']:.2f}",
-            ]
-        )
+        nero, device = rows["Nero (triton)"], rows["Nero (triton)"]["device_milliseconds"]
+        of_sgd = f"{device / rows[SGD]['device_milliseconds']:.2f}"
+        lines.append([shapes, _millions(nero), _ms(device), _bandwidth(nero), of_sgd, *_with_host(nero)])
     head = ["shapes of", "parameters", "device", "of a copy's bandwidth", "/ SGD", "with host", "/ SGD", "/ Adam"]
     return render_table(head, lines)
 
@@ -93,20 +72,11 @@ def limits() -> str:
         nero, sgd = rows["Nero"], rows[SGD]
         kinds = ("Nero", "Nero with momentum", "Nero, stochastic", "Nero with momentum, stochastic")
         fresh = [row["host_moving_milliseconds"] for row in (nero, sgd)]
-        lines.append(
-            [
-                name,
-                str(nero["tensors"]),
-                f"{nero['device_milliseconds']:.3g} ms",
-                *(f"{100 * rows[kind]['device_of_copy_bandwidth']:.0f} %" if kind in rows else "" for kind in kinds),
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{fresh[0]:.3g} ms",
-                f"{fresh[0] / fresh[1]:.2f}",
-            ]
-        )
-    shares = ["plain", "momentum", "stochastic", "both"]
-    return render_table(["shapes of", "tensors", "device", *shares, "with host", "/ SGD", "fresh", "/ SGD"], lines)
+        shares = [_bandwidth(rows[kind]) if kind in rows else "" for kind in kinds]
+        times = [*_with_host(nero)[:2], _ms(fresh[0]), f"{fresh[0] / fresh[1]:.2f}"]
+        lines.append([name, nero["tensors"], _ms(nero["device_milliseconds"]), *shares, *times])
+    head = ["shapes of", "tensors", "device", "plain", "momentum", "stochastic", "both"]
+    return render_table([*head, "with host", "/ SGD", "fresh", "/ SGD"], lines)
 
 
 def momentum() -> str:
@@ -117,10 +87,10 @@ def momentum() -> str:
         [
             shapes,
             name,
-            f"{rows[name]['device_milliseconds']:.3g} ms",
-            str(rows[name]["bytes_per_parameter"]),
-            f"{100 * rows[name]['device_of_copy_bandwidth']:.0f} %",
-            f"{rows[name]['milliseconds']:.3g} ms",
+            _ms(rows[name]["device_milliseconds"]),
+            rows[name]["bytes_per_parameter"],
+            _bandwidth(rows[name]),
+            _ms(rows[name]["milliseconds"]),
         ]
         for shapes, rows in by_shapes.items()
         for name in names
@@ -148,17 +118,8 @@ def _steps_on_cpu(name: str) -> str:
     lines = []
     for shapes, rows in _by_shapes(name).items():
         nero = rows["Nero (numba)"]
-        lines.append(
-            [
-                shapes,
-                f"{nero['parameters'] / 1e6:.1f} M",
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{nero['of_fused_adam']:.2f}",
-                f"{rows['Nero (foreach)']['of_fused_adam']:.2f}",
-                f"{100 * nero['state_of_adam']:.2f} %",
-            ]
-        )
+        others = [f"{rows['Nero (foreach)']['of_fused_adam']:.2f}", f"{100 * nero['state_of_adam']:.2f} %"]
+        lines.append([shapes, _millions(nero), *_with_host(nero), *others])
     head = ["shapes of", "parameters", "numba", "/ SGD", "/ Adam", "foreach / Adam", "state / Adam's"]
     return render_table(head, lines)
 
@@ -166,18 +127,8 @@ def _steps_on_cpu(name: str) -> str:
 def tensors() -> str:
     """Make the table of steps on a GPU by the number of tensors."""
     rows = [row for row in record("cuda")["growth"] if (row["by"], row["optimiser"]) == ("tensors", "Nero")]
-    return render_table(
-        ["tensors", "a step with the host", "/ SGD", "/ Adam"],
-        [
-            [
-                f"{row['tensors']:,}",
-                f"{row['milliseconds']:.3g} ms",
-                f"{row['of_fused_sgd']:.2f}",
-                f"{row['of_fused_adam']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+    lines = [[f"{row['tensors']:,}", *_with_host(row)] for row in rows]
+    return render_table(["tensors", "a step with the host", "/ SGD", "/ Adam"], lines)
 
 
 def training() -> str:
@@ -233,12 +184,12 @@ def sharded() -> str:
         lines.append(
             [
                 workload,
-                f"{row['milliseconds_sharded']:.3g} ms",
+                _ms(row["milliseconds_sharded"]),
                 f"{row['of_plain']:.2f}",
                 f"{numba['of_plain']:.2f}" if numba else "not run",
-                f"{row['milliseconds_adam']:.3g} ms",
+                _ms(row["milliseconds_adam"]),
                 f"{row['milliseconds_muon']:,.0f} ms",
-                *(str(row[name]) for name in ("collectives", "collectives_adam", "collectives_muon")),
+                *(row[name] for name in ("collectives", "collectives_adam", "collectives_muon")),
             ]
         )
     times = ["Nero", "/ plain", "numba / plain", "Adam", "Muon"]
@@ -250,10 +201,10 @@ def sharded_gpu() -> str:
     lines = [
         [
             row["workload"],
-            str(row["processes"]),
-            *(f"{row[key]:.3g} ms" for key in ("device_ms_sharded", "device_ms_adam")),
+            row["processes"],
+            *(_ms(row[key]) for key in ("device_ms_sharded", "device_ms_adam")),
             f"{row['device_ms_sharded'] / row['device_ms_plain']:.2f}",
-            *(f"{row[key]:.3g} ms" for key in ("loop_ms_sharded", "loop_ms_adam")),
+            *(_ms(row[key]) for key in ("loop_ms_sharded", "loop_ms_adam")),
             f"{row['loop_of_plain']:.2f}",
         ]
         for row in record("sharded-cuda-gpt2")["rows"]
@@ -291,9 +242,9 @@ def balance() -> str:
             continue
         found = record(f"balance-{device}")
         for row in found["rows"]:
-            times = [f"{row[name]:.3g} ms" for name in ("milliseconds_a_step", "milliseconds_added")]
+            times = [_ms(row[name]) for name in ("milliseconds_a_step", "milliseconds_added")]
             of_device = [row.get(f"device_milliseconds_{kind}") for kind in ("plain", "balanced")]
-            alone = "" if None in of_device else f"{of_device[1] - of_device[0]:.3g} ms"
+            alone = "" if None in of_device else _ms(of_device[1] - of_device[0])
             cells = [found["machine"].partition(",")[0], row["shapes"], row["optimiser"]]
             lines.append([*cells, *times, f"{row['per_cent_slower']:.3g} %", alone])
     return render_table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
@@ -305,7 +256,7 @@ def jax_steps() -> str:
     lines = []
     for row in found["step"]:
         state = f"{row['state_bytes'] / 1e6:,.1f} MB"
-        lines.append([row["optimiser"], f"{row['milliseconds']:.3g} ms", f"{row['of_adam']:.2f}", state])
+        lines.append([row["optimiser"], _ms(row["milliseconds"]), f"{row['of_adam']:.2f}", state])
     return f"{found['machine']}, JAX {found['jax']}:\n\n" + render_table(
         ["optimiser", "step", "/ Adam", "state"], lines
     )
@@ -327,6 +278,24 @@ TABLES: dict[str, Callable[[], str]] = {
     "balance": balance,
     "jax": jax_steps,
 }
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms"
+
+
+def _millions(row: Row) -> str:
+    return f"{row['parameters'] / 1e6:.1f} M"
+
+
+def _bandwidth(row: Row) -> str:
+    """Return the share of a copy's bandwidth that the device reaches."""
+    return f"{100 * row['device_of_copy_bandwidth']:.0f} %"
+
+
+def _with_host(row: Row) -> list[str]:
+    """Return the time of a step with the host's work, and its ratios to fused SGD and Adam."""
+    return [_ms(row["milliseconds"]), f"{row['of_fused_sgd']:.2f}", f"{row['of_fused_adam']:.2f}"]
 
 
 def _by_shapes(name: str, section: str = "step") -> dict[str, dict[str, Row]]:

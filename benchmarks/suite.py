@@ -3,7 +3,7 @@
 Times whole epochs (data, steps and evaluation) of every supervised task, and some seconds of steps of the GAN and of
 Pong; in float32, and on a GPU also in TF32. On a GPU, also all cells of mnist-deep's search at once, in float32. Steps
 of mnist-deep done as the paper's script does them use a loader on the host, one tensor at a time, without CUDA graphs.
-Of today's study, times the steps of every contender, on a GPU or if asked for.
+Of today's study, times the steps of every contender; on a CPU only if --tasks names it.
 Writes benchmarks/results/suite-cuda.json or suite-cpu.json; new rows replace earlier ones of the same machine.
 """
 

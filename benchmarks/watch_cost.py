@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def workloads(bench: Bench) -> Iterator[tuple[str, nero.Nero, Step]]:
-    """Yield steps of the optimiser on the shapes of known networks, then training steps; each is made in its turn."""
+    """Yield steps of the optimiser on the shapes of known networks, then training steps, made one by one."""
     for shapes in shape_sets(bench):
         optimiser = nero.Nero(groups(shapes.parameters(bench.device)))
         yield f"{shapes.name}, the optimiser alone", optimiser, optimiser.step

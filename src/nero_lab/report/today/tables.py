@@ -221,7 +221,7 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 
 def fill(page: str, study: Study) -> str:
-    """Return the page with all its tables made anew."""
+    """Return the page with its tables filled from the study."""
     return fill_blocks(page, lambda name: TABLES[name](study))
 
 

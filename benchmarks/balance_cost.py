@@ -4,26 +4,21 @@ Steps with and without it take turns. Writes benchmarks/results/balance-cuda.jso
 on a CPU, where its matrix products take minutes.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
+from records import command_line, origin, out_folder, write_record
 from rich.console import Console
 from rich.table import Table
 from shapes import Shapes, flat, gpt2
-from timing import Budget, Clock, Row, Step, burst_length, device_time, difference, machine, milliseconds, take_turns
+from timing import Budget, Clock, Row, Step, burst_length, device_time, difference, milliseconds, take_turns
 from torch import nn
 
 import nero
-from nero_lab.provenance import commit
 
-ROOT = Path(__file__).parents[1]
 #: The first tensors of GPT-2: its tables of tokens and of positions.
 TABLES = 2
 
@@ -32,29 +27,20 @@ Make = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
+    parser = command_line(__doc__)
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
-    out = arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results")
     shapes = gpt2(layers=1, width=32, vocabulary=64, name="GPT-2 tiny") if arguments.quick else gpt2()
     budget = Budget(3, 0.01, 3, 0.0) if arguments.quick else Budget() if device.type == "cuda" else Budget(11, 10.0)
     rows = [measure(shapes, name, make, Clock(device), budget, device) for name, make in contenders(device).items()]
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
     record = {
-        "date": date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **origin(device),
         "threads": torch.get_num_threads(),
         "quick": arguments.quick,
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"balance-{device.type}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out_folder(arguments) / f"balance-{device.type}.json", record)
     return 0
 
 

@@ -4,7 +4,6 @@ Prints tables and writes them as JSON, with the machine's name, into benchmarks/
 backends disagree.
 """
 
-import argparse
 import gc
 import importlib.util
 import json
@@ -21,15 +20,15 @@ import growth
 import limits
 import step
 import torch
+from records import command_line, machine, out_folder, write_record
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from timing import Bench, Budget, Job, Row, copy_bandwidth, machine
+from timing import Bench, Budget, Job, Row, copy_bandwidth
 
 import nero
 from nero_lab.provenance import commit
 
-ROOT = Path(__file__).parents[1]
 #: Keys that two records must share for their sections to be in one file; a section has its own date and version.
 SHARED_KEYS = ("machine", "torch", "triton", "threads", "quick")
 
@@ -51,21 +50,16 @@ SECTIONS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser = command_line(__doc__)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="default: %(default)s; others stay as recorded")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
     parser.add_argument("--compiling", type=float, default=100, help="seconds for torch.compile on a GPU (100)")
-    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
     arguments = parser.parse_args(argv)
     sections = arguments.sections.split(",")
     if unknown := set(sections) - set(SECTIONS):
         parser.error(f"--sections must be among {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
     torch.set_float32_matmul_precision("highest")  # no TF32
     device, is_quick = torch.device(arguments.device), arguments.quick
-    out = arguments.out or ROOT / ("out" if is_quick else "benchmarks/results")
-    path = out / f"{record_name(device)}.json"
+    path = out_folder(arguments) / f"{record_name(device)}.json"
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     record = start_record(path, device, is_quick)
@@ -136,14 +130,6 @@ def measured(bandwidth: float) -> dict[str, Any]:
     """Return when and by which code a section was measured, and the bandwidth of a copy at that time."""
     today = date.today().isoformat()
     return {"date": today, "nero": nero.__version__, "commit": commit(), "copy_bytes_per_second": round(bandwidth)}
-
-
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write the record whole, or leave the file as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    new.replace(path)
 
 
 def free_memory(device: torch.device) -> None:

@@ -4,31 +4,23 @@ The distance of the training images to themselves should be zero, to the test im
 spoilt test images in between. Writes benchmarks/results/distances.json.
 """
 
-import argparse
-import json
-from datetime import date
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from timing import machine
+from records import command_line, origin, write_record
 from torch import Tensor
 
 from nero_lab.data import ImageDataset, load
 from nero_lab.image_metrics import available_metrics
-from nero_lab.provenance import commit
 
-ROOT = Path(__file__).parents[1]
 BATCH = 100
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser = command_line(__doc__, has_quick=False)
     parser.add_argument("--data", type=Path, help="folder with the data; default: $NERO_DATA, or a download")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
     parser.add_argument("--images", type=int, default=10_000, help="images of each set (10000, as in the task)")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)
@@ -45,16 +37,8 @@ def main(argv: list[str] | None = None) -> int:
             other = real if pixels is None else metric.gaussian(torch.split(pixels, BATCH))
             distances[name] = float(f"{real.distance(other):.6g}")
             print(f"{metric.name}: {name} {distances[name]:.6g}", flush=True)
-    record = {
-        "date": date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "images": count,
-        "from training images to": found,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "distances.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    record = {**origin(device), "images": count, "from training images to": found}
+    write_record(arguments.out / "distances.json", record)
     return 0
 
 

@@ -9,9 +9,9 @@ from contenders import ADAM, SGD, SGD_BYTES_PER_PARAMETER
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from records import RESULTS, ROOT
 from timing import Row
 
-ROOT = Path(__file__).parents[1]
 Dashes: TypeAlias = Literal["-", "--", "-.", ":"]
 NERO, FOREACH, OTHER_NERO = "Nero", "Nero (foreach)", "Nero (pytorch_optimizer)"
 #: Colour, dashes and marker: Okabe and Ito's colours for the colour-blind, the others for print in grey.
@@ -155,7 +155,7 @@ def _label_axis(axes: Axes, label: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Draw from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results", help="folder of the records")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/figures", help="folder for the figures")
     arguments = parser.parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)

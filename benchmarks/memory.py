@@ -15,7 +15,6 @@ import nero
 
 OPTIMISERS = ("Adam", "Muon", "Nero")
 RANKS = (1, 8, 64)
-GIB = 1 << 30
 
 
 class Held(NamedTuple):

@@ -4,38 +4,30 @@ First compares the backends with the rule in float64, and exits without a report
 benchmarks/results/momentum-cuda.json or momentum-cpu.json.
 """
 
-import argparse
 import os
 import sys
-from pathlib import Path
 
 import step
 import torch
-from bench import ROOT, free_memory, measured, start_record, write_record
-from contenders import REFERENCES, Contender, nero_by
+from bench import free_memory, measured, start_record
+from contenders import ADAM_BYTES_PER_PARAMETER, REFERENCES, Contender, nero_by
+from limits import MOMENTUM, MOMENTUM_BYTES_PER_PARAMETER
+from records import command_line, out_folder, write_record
 from rich.console import Console
 from shapes import Shapes, flat, gpt2, gpt2_xl
 from timing import Bench, Budget, Row
 
 from nero.backends import backends_for
 
-MOMENTUM = 0.9
-#: The least bytes of a float32 step with momentum: it also reads and writes the buffer.
-BYTES_PER_PARAMETER, ADAMW_BYTES_PER_PARAMETER = 20, 28
-
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser = command_line(__doc__)
     parser.add_argument("--backend", help="of Nero; default: the fastest")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
     arguments = parser.parse_args(argv)
     device, is_quick = torch.device(arguments.device), arguments.quick
     backend = arguments.backend or backends_for(device)[-1]
-    path = (arguments.out or ROOT / ("out" if is_quick else "benchmarks/results")) / f"momentum-{device.type}.json"
+    path = out_folder(arguments) / f"momentum-{device.type}.json"
     console = Console(width=None if sys.stdout.isatty() else 120)
     record = start_record(path, device, is_quick)
     console.print(f"{record['machine']}: a copy moves {record['copy_bytes_per_second'] / 1e9:.0f} GB/s")
@@ -66,14 +58,14 @@ def contenders(backend: str) -> list[Contender]:
     """Return Nero with and without momentum, and torch's optimisers."""
     return [
         *REFERENCES,
-        Contender("AdamW (fused)", lambda p: torch.optim.AdamW(flat(p), fused=True), ADAMW_BYTES_PER_PARAMETER),
+        Contender("AdamW (fused)", lambda p: torch.optim.AdamW(flat(p), fused=True), ADAM_BYTES_PER_PARAMETER),
         Contender(
             "SGD with momentum (fused)",
             lambda p: torch.optim.SGD(flat(p), momentum=MOMENTUM, fused=True),
-            BYTES_PER_PARAMETER,
+            MOMENTUM_BYTES_PER_PARAMETER,
         ),
         nero_by(backend, "Nero"),
-        nero_by(backend, "Nero with momentum", BYTES_PER_PARAMETER, momentum=MOMENTUM),
+        nero_by(backend, "Nero with momentum", MOMENTUM_BYTES_PER_PARAMETER, momentum=MOMENTUM),
     ]
 
 

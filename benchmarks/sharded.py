@@ -5,29 +5,25 @@ ratio is the median over the rounds. Muon, whose matrix products take seconds on
 steps. Writes benchmarks/results/sharded-cpu.json.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from records import command_line, origin, out_folder, write_record
 from rich.console import Console
 from rich.table import Table
-from timing import MAX_BURST_STEPS, Budget, Clock, Rounds, Row, Step, machine, milliseconds, ratio
+from timing import MAX_BURST_STEPS, Budget, Clock, Rounds, Row, Step, milliseconds, ratio
 from torch import Tensor, distributed, nn
 from torch.multiprocessing.spawn import spawn
 
 import nero
 from nero.backends.available import numba_works
-from nero_lab.provenance import commit
 
-ROOT = Path(__file__).parents[1]
 #: Steps before a measurement, which plan and compile.
 WARM_UP_STEPS = 3
 MUON_STEPS = 3
@@ -51,15 +47,12 @@ WORKLOADS = (Workload(10, 256, 0), Workload(4, 1024, 0), Workload(50, 64, 0), Wo
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, has_device=False)
     parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=30, help="rounds in which each contender has a turn (30)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
     arguments = parser.parse_args(argv)
-    out = arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results")
     with tempfile.TemporaryDirectory() as folder:
-        options = (arguments.processes, folder, arguments.rounds, arguments.quick, out)
+        options = (arguments.processes, folder, arguments.rounds, arguments.quick, out_folder(arguments))
         spawn(run_process, options, arguments.processes)  # type: ignore[no-untyped-call]
     return 0
 
@@ -75,17 +68,13 @@ def run_process(rank: int, processes: int, folder: str, rounds: int, is_quick: b
         console.print(table(rows[-1:]), "")
     if rank == 0:
         record = {
-            "date": date.today().isoformat(),
-            "machine": machine(torch.device("cpu")),
-            "torch": torch.__version__,
-            "commit": commit(),
+            **origin(torch.device("cpu")),
             "processes": processes,
             "threads": torch.get_num_threads(),
             "quick": is_quick,
             "rows": rows,
         }
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "sharded-cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_record(out / "sharded-cpu.json", record)
     distributed.destroy_process_group()
 
 

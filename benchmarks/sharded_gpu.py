@@ -4,31 +4,25 @@ One process: a mesh of one GPU by NCCL, or the first of several imagined process
 communicates nothing, so it takes the same time as in a real run. Writes benchmarks/results/sharded-cuda-gpt2.json.
 """
 
-import argparse
 import json
 import statistics
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
+from records import command_line, origin, write_record
 from rich.console import Console
 from shapes import Parameters, flat, gpt2, gpt2_xl, groups
-from timing import Budget, Clock, Row, burst_length, device_time, machine, milliseconds, ratio, take_turns
+from timing import Budget, Clock, Row, burst_length, device_time, milliseconds, ratio, take_turns
 from torch import Tensor, distributed, nn
 
 import nero
-from nero_lab.provenance import commit
-
-ROOT = Path(__file__).parents[1]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, has_device=False, has_quick=False)
     parser.add_argument("--processes", type=int, default=1, help="more than one are imagined (%(default)s)")
     parser.add_argument("--device", default="cuda", help="cpu for a rehearsal with tiny shapes (%(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
     arguments = parser.parse_args(argv)
     device, processes = torch.device(arguments.device), arguments.processes
     start_processes(device, processes)
@@ -36,16 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = [{"workload": each.name, "processes": processes, **measure(each, device)} for each in shapes]
     Console().print_json(data=rows)
     path = arguments.out / f"sharded-{device.type}-gpt2.json"
-    arguments.out.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text())["rows"] if path.exists() else []
-    record = {
-        "date": date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "commit": commit(),
-        "rows": [row for row in before if row["processes"] != processes] + rows,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    kept = [row for row in before if row["processes"] != processes]
+    write_record(path, {**origin(device), "rows": kept + rows})
     distributed.destroy_process_group()
     return 0
 

@@ -19,7 +19,7 @@ from nero.backends import backends_for
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 #: Above this many parameters, the backends are compared on one tensor of each shape.
 MAX_CHECKED_PARAMETERS = {"cuda": 200_000_000, "cpu": 100_000_000}
-#: Nero by backends that are no match for a GPU.
+#: Backends that are not worth timing with fresh gradients on a GPU.
 SLOW = ("Nero (eager)", "Nero (foreach)")
 #: Above this many tensors, torch.compile takes too long.
 MAX_COMPILED_TENSORS = 250
@@ -107,7 +107,7 @@ def _bandwidth_share(needed: int | None, total: int, seconds: float, bench: Benc
 
 
 def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Bench) -> Running | None:
-    """Make an optimiser and warm it up; note a failure. Nero gets its own parameters, which no other changes."""
+    """Make an optimiser and warm it up; note a failure. Only Nero gets parameters of its own."""
     begin = time.perf_counter()
     if contender.is_compiled and (bench.compile_budget_s <= 0 or len(flat(shared)) > MAX_COMPILED_TENSORS):
         bench.notes.append(f"{contender.name}, {shapes.name}: compiling would take too long")

@@ -3,7 +3,7 @@
 Times whole epochs (data, steps and evaluation) of every supervised task, and some seconds of steps of the GAN and of
 Pong; in float32, and on a GPU also in TF32. On a GPU, also all cells of mnist-deep's search at once, in float32. Steps
 of mnist-deep done as the paper's script does them use a loader on the host, one tensor at a time, without CUDA graphs.
-Of today's study, times the steps of every contender, on a GPU or if asked for.
+Of today's study, times the steps of every contender; on a CPU only if --tasks names it.
 Writes benchmarks/results/suite-cuda.json or suite-cpu.json; new rows replace earlier ones of the same machine.
 """
 
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import write_record
 from end_to_end import Perceptron
+from records import command_line, machine, write_record
 from rich.console import Console
 from rich.table import Table
-from timing import Clock, Row, machine
+from timing import Clock, Row
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -41,7 +41,6 @@ from nero_lab.protocol import Precision, Task
 from nero_lab.provenance import commit
 from nero_lab.tasks import TASKS
 
-ROOT = Path(__file__).parents[1]
 #: One task per network, timed by whole epochs; other tasks on the same network take the same time.
 EPOCH_TASKS = ("mnist-deep", "mnist-reparameterised", "cifar10-vgg11", "cifar10-resnet18", "wikitext2", "translation")
 #: Tasks of other loops, timed by steps.
@@ -63,7 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     parser, arguments = parse(argv)
     device = torch.device(arguments.device)
     record = {"machine": machine(device), "torch": torch.__version__}
-    arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"suite-{device.type}.json"
     before = earlier_rows(path, record)
     if before is None and arguments.tasks:
@@ -94,11 +92,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser = command_line(__doc__, has_quick=False)
     parser.add_argument("--data", type=Path, help="folder with the data; default: $NERO_DATA, or a download")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder for the JSON")
     tasks = EPOCH_TASKS + STEP_TASKS + TODAY_TASKS
     parser.add_argument("--tasks", nargs="+", choices=tasks, metavar="TASK", help="only these")
     parser.add_argument("--epochs", type=int, default=2, help="timed epochs, after one to warm up (2)")

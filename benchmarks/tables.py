@@ -6,16 +6,17 @@ record.
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import memory
 import torch
 from contenders import ADAM, SGD
+from records import RESULTS, ROOT
 from timing import Row
 
-ROOT = Path(__file__).parents[1]
+from nero_lab.report.markdown import render_table
+
 PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md", "docs/guide/constraints.md", "docs/guide/jax.md")
 BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -35,7 +36,7 @@ def filled(text: str) -> str:
 
 def record(name: str) -> dict[str, Any]:
     """Read a committed record."""
-    found: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
@@ -43,42 +44,21 @@ def summary() -> str:
     """Make README's table: steps on a GPU."""
     lines = []
     for shapes, rows in _by_shapes("cuda").items():
-        nero, sgd, adam = rows["Nero (triton)"], rows[SGD], rows[ADAM]
-        device = nero["device_milliseconds"]
-        lines.append(
-            [
-                shapes,
-                f"{device:.3g} ms",
-                f"{device / sgd['device_milliseconds']:.2f}",
-                f"{device / adam['device_milliseconds']:.2f}",
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{nero['of_fused_adam']:.2f}",
-            ]
-        )
-    return _table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
+        nero, device = rows["Nero (triton)"], rows["Nero (triton)"]["device_milliseconds"]
+        ratios = [f"{device / rows[other]['device_milliseconds']:.2f}" for other in (SGD, ADAM)]
+        lines.append([shapes, _ms(device), *ratios, *_with_host(nero)])
+    return render_table(["shapes of", "device", "/ SGD", "/ Adam", "with host", "/ SGD", "/ Adam"], lines)
 
 
 def gpu_steps() -> str:
     """Make the table of steps on a GPU."""
     lines = []
     for shapes, rows in _by_shapes("cuda").items():
-        nero, sgd = rows["Nero (triton)"], rows[SGD]
-        device = nero["device_milliseconds"]
-        lines.append(
-            [
-                shapes,
-                f"{nero['parameters'] / 1e6:.1f} M",
-                f"{device:.3g} ms",
-                f"{100 * nero['device_of_copy_bandwidth']:.0f} %",
-                f"{device / sgd['device_milliseconds']:.2f}",
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{nero['of_fused_adam']:.2f}",
-            ]
-        )
+        nero, device = rows["Nero (triton)"], rows["Nero (triton)"]["device_milliseconds"]
+        of_sgd = f"{device / rows[SGD]['device_milliseconds']:.2f}"
+        lines.append([shapes, _millions(nero), _ms(device), _bandwidth(nero), of_sgd, *_with_host(nero)])
     head = ["shapes of", "parameters", "device", "of a copy's bandwidth", "/ SGD", "with host", "/ SGD", "/ Adam"]
-    return _table(head, lines)
+    return render_table(head, lines)
 
 
 def limits() -> str:
@@ -92,20 +72,11 @@ def limits() -> str:
         nero, sgd = rows["Nero"], rows[SGD]
         kinds = ("Nero", "Nero with momentum", "Nero, stochastic", "Nero with momentum, stochastic")
         fresh = [row["host_moving_milliseconds"] for row in (nero, sgd)]
-        lines.append(
-            [
-                name,
-                str(nero["tensors"]),
-                f"{nero['device_milliseconds']:.3g} ms",
-                *(f"{100 * rows[kind]['device_of_copy_bandwidth']:.0f} %" if kind in rows else "" for kind in kinds),
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{fresh[0]:.3g} ms",
-                f"{fresh[0] / fresh[1]:.2f}",
-            ]
-        )
-    shares = ["plain", "momentum", "stochastic", "both"]
-    return _table(["shapes of", "tensors", "device", *shares, "with host", "/ SGD", "fresh", "/ SGD"], lines)
+        shares = [_bandwidth(rows[kind]) if kind in rows else "" for kind in kinds]
+        times = [*_with_host(nero)[:2], _ms(fresh[0]), f"{fresh[0] / fresh[1]:.2f}"]
+        lines.append([name, nero["tensors"], _ms(nero["device_milliseconds"]), *shares, *times])
+    head = ["shapes of", "tensors", "device", "plain", "momentum", "stochastic", "both"]
+    return render_table([*head, "with host", "/ SGD", "fresh", "/ SGD"], lines)
 
 
 def momentum() -> str:
@@ -116,22 +87,22 @@ def momentum() -> str:
         [
             shapes,
             name,
-            f"{rows[name]['device_milliseconds']:.3g} ms",
-            str(rows[name]["bytes_per_parameter"]),
-            f"{100 * rows[name]['device_of_copy_bandwidth']:.0f} %",
-            f"{rows[name]['milliseconds']:.3g} ms",
+            _ms(rows[name]["device_milliseconds"]),
+            rows[name]["bytes_per_parameter"],
+            _bandwidth(rows[name]),
+            _ms(rows[name]["milliseconds"]),
         ]
         for shapes, rows in by_shapes.items()
         for name in names
     ]
     head = ["shapes of", "optimiser", "device", "bytes", "of a copy's bandwidth", "with host"]
     found = record("momentum-cuda")
-    return f"{found['machine']}, torch {found['torch']}:\n\n{_table(head, lines)}"
+    return f"{found['machine']}, torch {found['torch']}:\n\n{render_table(head, lines)}"
 
 
 def cpu_records() -> list[str]:
     """Return the names of the records of CPUs, one per architecture."""
-    return sorted(path.stem for path in (ROOT / "benchmarks/results").glob("cpu-*.json"))
+    return sorted(path.stem for path in RESULTS.glob("cpu-*.json"))
 
 
 def cpu_steps() -> str:
@@ -147,36 +118,17 @@ def _steps_on_cpu(name: str) -> str:
     lines = []
     for shapes, rows in _by_shapes(name).items():
         nero = rows["Nero (numba)"]
-        lines.append(
-            [
-                shapes,
-                f"{nero['parameters'] / 1e6:.1f} M",
-                f"{nero['milliseconds']:.3g} ms",
-                f"{nero['of_fused_sgd']:.2f}",
-                f"{nero['of_fused_adam']:.2f}",
-                f"{rows['Nero (foreach)']['of_fused_adam']:.2f}",
-                f"{100 * nero['state_of_adam']:.2f} %",
-            ]
-        )
+        others = [f"{rows['Nero (foreach)']['of_fused_adam']:.2f}", f"{100 * nero['state_of_adam']:.2f} %"]
+        lines.append([shapes, _millions(nero), *_with_host(nero), *others])
     head = ["shapes of", "parameters", "numba", "/ SGD", "/ Adam", "foreach / Adam", "state / Adam's"]
-    return _table(head, lines)
+    return render_table(head, lines)
 
 
 def tensors() -> str:
     """Make the table of steps on a GPU by the number of tensors."""
     rows = [row for row in record("cuda")["growth"] if (row["by"], row["optimiser"]) == ("tensors", "Nero")]
-    return _table(
-        ["tensors", "a step with the host", "/ SGD", "/ Adam"],
-        [
-            [
-                f"{row['tensors']:,}",
-                f"{row['milliseconds']:.3g} ms",
-                f"{row['of_fused_sgd']:.2f}",
-                f"{row['of_fused_adam']:.2f}",
-            ]
-            for row in rows
-        ],
-    )
+    lines = [[f"{row['tensors']:,}", *_with_host(row)] for row in rows]
+    return render_table(["tensors", "a step with the host", "/ SGD", "/ Adam"], lines)
 
 
 def training() -> str:
@@ -189,7 +141,7 @@ def training() -> str:
         batch = " x ".join(map(str, by_name["Nero"]["batch"]))
         shares = [f"{by_name[name]['optimiser_per_cent_within']:.1f} %" for name in ("Nero", SGD, ADAM)]
         lines.append([model, batch, by_name["Nero"]["precision"], *shares])
-    return _table(["network", "batch", "precision", "Nero", "SGD", "Adam"], lines)
+    return render_table(["network", "batch", "precision", "Nero", "SGD", "Adam"], lines)
 
 
 def suite() -> str:
@@ -204,7 +156,7 @@ def suite() -> str:
     lines = [
         [name, *(by_precision.get(each, "not run") for each in precisions)] for name, by_precision in times.items()
     ]
-    return _table(["task", "float32", "TF32"], lines)
+    return render_table(["task", "float32", "TF32"], lines)
 
 
 def script() -> str:
@@ -217,7 +169,7 @@ def script() -> str:
             lines.append(
                 [row["precision"], f"{ours:.1f} ms", f"{row['milliseconds_a_step']:.1f} ms", f"{row['times_ours']:.1f}"]
             )
-    return _table(["precision", "ours", "the authors' way", "ratio"], lines)
+    return render_table(["precision", "ours", "the authors' way", "ratio"], lines)
 
 
 def sharded() -> str:
@@ -232,16 +184,16 @@ def sharded() -> str:
         lines.append(
             [
                 workload,
-                f"{row['milliseconds_sharded']:.3g} ms",
+                _ms(row["milliseconds_sharded"]),
                 f"{row['of_plain']:.2f}",
                 f"{numba['of_plain']:.2f}" if numba else "not run",
-                f"{row['milliseconds_adam']:.3g} ms",
+                _ms(row["milliseconds_adam"]),
                 f"{row['milliseconds_muon']:,.0f} ms",
-                *(str(row[name]) for name in ("collectives", "collectives_adam", "collectives_muon")),
+                *(row[name] for name in ("collectives", "collectives_adam", "collectives_muon")),
             ]
         )
     times = ["Nero", "/ plain", "numba / plain", "Adam", "Muon"]
-    return _table(["matrices", *times, "collectives: Nero", "Adam", "Muon"], lines)
+    return render_table(["matrices", *times, "collectives: Nero", "Adam", "Muon"], lines)
 
 
 def sharded_gpu() -> str:
@@ -249,16 +201,16 @@ def sharded_gpu() -> str:
     lines = [
         [
             row["workload"],
-            str(row["processes"]),
-            *(f"{row[key]:.3g} ms" for key in ("device_ms_sharded", "device_ms_adam")),
+            row["processes"],
+            *(_ms(row[key]) for key in ("device_ms_sharded", "device_ms_adam")),
             f"{row['device_ms_sharded'] / row['device_ms_plain']:.2f}",
-            *(f"{row[key]:.3g} ms" for key in ("loop_ms_sharded", "loop_ms_adam")),
+            *(_ms(row[key]) for key in ("loop_ms_sharded", "loop_ms_adam")),
             f"{row['loop_of_plain']:.2f}",
         ]
         for row in record("sharded-cuda-gpt2")["rows"]
     ]
     device = ["device: Nero", "Adam", "Nero / plain"]
-    return _table(["model", "ranks", *device, "back to back: Nero", "Adam", "Nero / plain"], lines)
+    return render_table(["model", "ranks", *device, "back to back: Nero", "Adam", "Nero / plain"], lines)
 
 
 def rank_memory() -> str:
@@ -272,7 +224,7 @@ def rank_memory() -> str:
                 [optimiser, name, *(_size(each.state) for each in held), *(_size(each.total) for each in held)]
             )
     ranks = [f"{count} rank{'s' * (count > 1)}" for count in memory.RANKS]
-    return _table(
+    return render_table(
         ["optimiser", "weights", *(f"state, {each}" for each in ranks), *(f"all, {each}" for each in ranks)], lines
     )
 
@@ -286,16 +238,16 @@ def balance() -> str:
     """Make the table of the cost of balancing, of the devices that have a record."""
     lines = []
     for device in ("cuda", "cpu"):
-        if not (ROOT / f"benchmarks/results/balance-{device}.json").exists():
+        if not (RESULTS / f"balance-{device}.json").exists():
             continue
         found = record(f"balance-{device}")
         for row in found["rows"]:
-            times = [f"{row[name]:.3g} ms" for name in ("milliseconds_a_step", "milliseconds_added")]
+            times = [_ms(row[name]) for name in ("milliseconds_a_step", "milliseconds_added")]
             of_device = [row.get(f"device_milliseconds_{kind}") for kind in ("plain", "balanced")]
-            alone = "" if None in of_device else f"{of_device[1] - of_device[0]:.3g} ms"
+            alone = "" if None in of_device else _ms(of_device[1] - of_device[0])
             cells = [found["machine"].partition(",")[0], row["shapes"], row["optimiser"]]
             lines.append([*cells, *times, f"{row['per_cent_slower']:.3g} %", alone])
-    return _table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
+    return render_table(["machine", "shapes of", "optimiser", "step", "added", "of the step", "on the device"], lines)
 
 
 def jax_steps() -> str:
@@ -304,8 +256,10 @@ def jax_steps() -> str:
     lines = []
     for row in found["step"]:
         state = f"{row['state_bytes'] / 1e6:,.1f} MB"
-        lines.append([row["optimiser"], f"{row['milliseconds']:.3g} ms", f"{row['of_adam']:.2f}", state])
-    return f"{found['machine']}, JAX {found['jax']}:\n\n" + _table(["optimiser", "step", "/ Adam", "state"], lines)
+        lines.append([row["optimiser"], _ms(row["milliseconds"]), f"{row['of_adam']:.2f}", state])
+    return f"{found['machine']}, JAX {found['jax']}:\n\n" + render_table(
+        ["optimiser", "step", "/ Adam", "state"], lines
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -326,16 +280,29 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.3g} ms"
+
+
+def _millions(row: Row) -> str:
+    return f"{row['parameters'] / 1e6:.1f} M"
+
+
+def _bandwidth(row: Row) -> str:
+    """Return the share of a copy's bandwidth that the device reaches."""
+    return f"{100 * row['device_of_copy_bandwidth']:.0f} %"
+
+
+def _with_host(row: Row) -> list[str]:
+    """Return the time of a step with the host's work, and its ratios to fused SGD and Adam."""
+    return [_ms(row["milliseconds"]), f"{row['of_fused_sgd']:.2f}", f"{row['of_fused_adam']:.2f}"]
+
+
 def _by_shapes(name: str, section: str = "step") -> dict[str, dict[str, Row]]:
     found: dict[str, dict[str, Row]] = {}
     for row in record(name)[section]:
         found.setdefault(row["shapes"], {})[row["optimiser"]] = row
     return found
-
-
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))
 
 
 if __name__ == "__main__":

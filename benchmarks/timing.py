@@ -1,12 +1,7 @@
 """Timing of steps: contenders take turns, on a clock that waits for the accelerator."""
 
 import math
-import os
-import platform
-import re
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -192,15 +187,3 @@ def copy_bandwidth(device: torch.device, size: int, repeats: int = 20) -> float:
 def milliseconds(seconds: float | None) -> float | None:
     """Convert seconds to rounded milliseconds."""
     return None if seconds is None else round(1e3 * seconds, 4)
-
-
-def machine(device: torch.device) -> str:
-    """Return the name of the accelerator, or of the processor with its number of cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    name = platform.processor() or platform.machine()
-    if shutil.which("lscpu"):
-        listing = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-        found = re.search(r"^Model name:\s*(.+)$", listing, re.MULTILINE)
-        name = found[1].strip() if found else name
-    return f"{name}, {platform.machine()}, {os.cpu_count()} cores"

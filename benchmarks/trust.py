@@ -5,19 +5,17 @@ Nero's first step, through angles from 0.0001 to 0.1, and measure the relative c
 benchmarks/results/trust.json and draws docs/figures/trust.png. On two cores it takes some minutes.
 """
 
-import argparse
 import json
 import math
 import statistics
 import sys
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from timing import machine
+from records import ROOT, command_line, origin, write_record
 from torch import Tensor, nn
 
 import nero
@@ -25,11 +23,8 @@ from nero.theory import relative_change
 from nero_lab.data import Dataset, load
 from nero_lab.models.dropout import Dropout
 from nero_lab.protocol import Task
-from nero_lab.provenance import commit
-from nero_lab.store import write_bytes
 from nero_lab.tasks import TASKS
 
-ROOT = Path(__file__).parents[1]
 ANGLES = tuple(round(10 ** (exponent / 2), 7) for exponent in range(-8, -1))
 #: Name of the network, task that trains it, number of examples in the batch.
 NETWORKS = (
@@ -44,16 +39,14 @@ NETWORKS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and draw from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line(__doc__, has_device=False, has_quick=False)
     parser.add_argument("--data", type=Path, help="folder with the data; without: $NERO_DATA, or a download")
     parser.add_argument("--images", type=Path, help="folder of classes for ResNet-50; without, it is left out")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of trust.json")
     parser.add_argument("--figure", type=Path, default=ROOT / "docs/figures/trust.png", help="file of the figure")
     parser.add_argument("--draw", action="store_true", help="draw the record and measure nothing")
     arguments = parser.parse_args(argv)
     path = arguments.out / "trust.json"
     if not arguments.draw:
-        origin = {"machine": machine(torch.device("cpu")), "torch": torch.__version__, "commit": commit()}
         rows: list[dict[str, Any]] = []
         for name, task, examples in NETWORKS:
             folder = arguments.images if task == "imagenet" else arguments.data
@@ -62,8 +55,7 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             rows.append({"network": name, **measure(TASKS[task], examples, folder)})
             print(f"{name}: {rows[-1]['median']}")
-            record = {**origin, "date": date.today().isoformat(), "angles": ANGLES, "rows": rows}
-            write_bytes(path, (json.dumps(record, indent=1) + "\n").encode())
+            write_record(path, {**origin(torch.device("cpu")), "angles": ANGLES, "rows": rows})
     draw(json.loads(path.read_text())["rows"], arguments.figure)
     return 0
 

@@ -4,27 +4,22 @@ Blocks of a hundred steps, with and without a reading at the end, take turns. Wr
 benchmarks/results/watch-cuda.json or watch-cpu.json.
 """
 
-import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
-from datetime import date
 from functools import partial
-from pathlib import Path
 
 import torch
 from end_to_end import OPTIMISERS, Trainer, perceptron, transformer
+from records import command_line, origin, out_folder, write_record
 from rich.console import Console
 from rich.table import Table
 from shapes import groups
 from step import shape_sets
-from timing import Bench, Budget, Clock, Row, Step, machine, milliseconds, take_turns
+from timing import Bench, Budget, Clock, Row, Step, milliseconds, take_turns
 
 import nero
-from nero_lab.provenance import commit
 
-ROOT = Path(__file__).parents[1]
 STEPS_PER_READING = 100
 
 
@@ -36,17 +31,12 @@ class NullWriter:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help=f"default: {here}")
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which each block has a turn (5)")
     parser.add_argument("--longest", type=float, default=12.0, help="longest block that is timed, in seconds (12)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
     arguments = parser.parse_args(argv)
     torch.set_float32_matmul_precision("highest")  # no TF32
     device = torch.device(arguments.device)
-    out = arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results")
     console = Console(width=None if sys.stdout.isatty() else 120)
     bench = Bench(device, Budget(), bandwidth=1.0, is_quick=arguments.quick, compile_budget_s=0.0)
     rows: list[Row] = []
@@ -54,22 +44,18 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(measure(name, optimiser, step, Clock(device), arguments.rounds, arguments.longest))
         console.print(table(rows[-1:]), "")
     record = {
-        "date": date.today().isoformat(),
-        "machine": machine(device),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **origin(device),
         "threads": torch.get_num_threads(),
         "quick": arguments.quick,
         "every": STEPS_PER_READING,
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"watch-{device.type}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_record(out_folder(arguments) / f"watch-{device.type}.json", record)
     return 0
 
 
 def workloads(bench: Bench) -> Iterator[tuple[str, nero.Nero, Step]]:
-    """Yield steps of the optimiser on the shapes of known networks, then training steps; each is made in its turn."""
+    """Yield steps of the optimiser on the shapes of known networks, then training steps, made one by one."""
     for shapes in shape_sets(bench):
         optimiser = nero.Nero(groups(shapes.parameters(bench.device)))
         yield f"{shapes.name}, the optimiser alone", optimiser, optimiser.step

@@ -1,25 +1,19 @@
 """Command line of the experiments: list the tasks, train them, and draw the paper's figures from the records."""
 
 import math
-import os
-import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 from nero.extras import how_to_install
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import Progress
     from typer.core import TyperCommand, TyperGroup
 
-    from nero_lab.progress import Display, NullObserver, duration
+    from nero_lab.progress import duration
     from nero_lab.report import report as write_report
 except ModuleNotFoundError as error:
     sys.exit(f"the command `nero` needs {error.name}: {how_to_install('lab')}")
@@ -27,18 +21,23 @@ except ModuleNotFoundError as error:
 import torch
 
 import nero
-from nero_lab import distributed, interrupts
-from nero_lab.data import DataError, Dataset, Game, Photos, load
+from nero_lab import interrupts
+from nero_lab.data import DataError
 from nero_lab.plan import cells_of, lines_of
 from nero_lab.pool import train_in_processes
-from nero_lab.protocol import PRECISIONS, Precision, SettingError, Settings, Task
+from nero_lab.protocol import Precision, SettingError, precision_named
 from nero_lab.report.published import all_published
-from nero_lab.store import ReadOnlyStore, Store, StoreError, read_records
-from nero_lab.sweep import search, train
+from nero_lab.session import (
+    bytes_needed,
+    check_precision,
+    exit_if_stopped,
+    find_device,
+    ray_session,
+    training_session,
+)
+from nero_lab.store import Store, StoreError, read_records
+from nero_lab.sweep import search
 from nero_lab.tasks import TASKS, depth, task_named
-
-#: Trains runs and returns their records; the second argument says whether more runs follow.
-RunAll: TypeAlias = Callable[[list[Settings], bool], list[dict[str, Any]]]
 
 
 class InterruptibleGroup(TyperGroup):
@@ -159,7 +158,9 @@ def run(
         optimiser, lr = depth.form_of(task_named(task), optimiser), None
     chosen = task_named(task, optimiser)
     settings = chosen.settings(optimiser, None if lr is None else _rate(lr), seed, epochs, precision)
-    with _training_session(chosen, data, device, out, settings.precision, 1, weights=weights, shard=shard) as run_all:
+    with training_session(
+        console, chosen, data, device, out, settings.precision, 1, weights=weights, shard=shard
+    ) as run_all:
         run_all([settings], False)
 
 
@@ -204,19 +205,17 @@ def sweep(
     if shard and ray is not None:
         raise SettingError("--shard splits a run over the processes of torchrun, --ray gives it one: choose either")
     session = (
-        _training_session(chosen, data, device, out, known_precision, side_by_side, shard=shard)
+        training_session(console, chosen, data, device, out, known_precision, side_by_side, shard=shard)
         if ray is None
-        else _ray_session(chosen, data, device, out, known_precision, side_by_side, ray)
+        else ray_session(console, chosen, data, device, out, known_precision, side_by_side, ray)
     )
     with session as run_all:
         rates, seeds = None if grid else (), seeds or chosen.seeds
         best = search(chosen, contenders, seeds, known_precision, run_all, rates=rates, epochs=epochs)
+    whose = "the paper's best" if chosen.study == "paper" else "the default"
     for name, rate in best.items():
-        papers = chosen.contenders[name].best
-        source = "the paper's is" if chosen.study == "paper" else "the default is"
-        searched = f"best of the grid is {rate:g}; {source} {papers:g}"
-        taken = f"the paper has {papers:g} as its best" if chosen.study == "paper" else f"{source} {papers:g}"
-        console.print(f"{name}: {searched if grid and chosen.grid_of(name) else taken}")
+        found = f"best of the grid is {rate:g}; " if grid and chosen.grid_of(name) else ""
+        console.print(f"{name}: {found}{whose} is {chosen.contenders[name].best:g}")
 
 
 @app.command()
@@ -236,9 +235,7 @@ def plan(
     tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
     if not tasks:
         raise SettingError(f"there is no study {study!r}: take paper, today, depth or claims")
-    known = next((each for each in PRECISIONS if each == precision), None)
-    if known != precision:
-        raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+    known = None if precision is None else precision_named(precision)
     cells = cells_of(tasks, read_records(records) if records.exists() or not (run or records == OUT) else [], known)
     console.print(*lines_of(cells, known), sep="\n")
     if not run:
@@ -247,11 +244,11 @@ def plan(
         console.print("imagenet has processes of its own: make its runs by `nero sweep imagenet --no-grid`")
     runs = list(dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing))
     for settings in runs:
-        _check_precision(settings.precision, _device(device))
+        check_precision(settings.precision, find_device(device))
     for each in {cell.task.name: cell.task for cell in cells if cell.missing}.values():
-        Store(records).check(each, _bytes_needed(each, run))
-    with _exit_if_stopped():
-        train_in_processes(runs, data, _device(device), records, run, minutes=minutes, say=console.print)
+        Store(records).check(each, bytes_needed(each, run))
+    with exit_if_stopped(console):
+        train_in_processes(runs, data, find_device(device), records, run, minutes=minutes, say=console.print)
 
 
 @app.command()
@@ -285,163 +282,11 @@ def main() -> None:
         sys.exit(f"nero: the GPU's memory is full ({error}): free some, or run `nero sweep` with fewer --side-by-side")
 
 
-@contextmanager
-def _training_session(
-    task: Task,
-    data: Path | None,
-    device_name: str,
-    out: Path,
-    precision: Precision,
-    side_by_side: int | None,
-    *,
-    weights: bool = False,
-    shard: bool = False,
-) -> Iterator[RunAll]:
-    """Check and load everything that could fail, and yield a function that trains runs."""
-    device = _device(device_name)
-    _check_precision(precision, device)
-    at_a_time = side_by_side or (task.side_by_side if device.type == "cuda" else 1)
-    with distributed.process_group(device, shard=shard):
-        _check_processes(task, at_a_time, shard)
-        is_first = distributed.rank() == 0
-        console.quiet = not is_first
-        store = (Store if is_first else ReadOnlyStore)(out, weights=weights)
-        store.check(task, _bytes_needed(task, at_a_time))
-        dataset, stand_in = _load_for(task, data, device)
-        # the display is inside, so that its bars are gone before the last line
-        with _exit_if_stopped(), Display(console, out, device) if is_first else nullcontext(NullObserver()) as observer:
-
-            def run_all(asked: list[Settings], more: bool) -> list[dict[str, Any]]:
-                runs = [replace(settings, data=stand_in) for settings in asked]
-                _check_same_runs(task, runs, store)
-                return train(task, runs, dataset, store, observer, at_a_time, more=more)
-
-            yield run_all
-
-
-@contextmanager
-def _ray_session(
-    task: Task,
-    data: Path | None,
-    device_name: str,
-    out: Path,
-    precision: Precision,
-    side_by_side: int | None,
-    address: str,
-) -> Iterator[RunAll]:
-    """Join a Ray cluster, check everything that could fail here, and yield a function that trains runs on the nodes."""
-    if distributed.is_launched():
-        raise SettingError("Ray starts the processes of --ray: start the command without torchrun")
-    try:
-        from nero_lab import ray_sweep
-    except ModuleNotFoundError as error:
-        raise SettingError(f"--ray needs {error.name}: {how_to_install('ray')}") from error
-    with ray_sweep.cluster(address):
-        device, gpus, at_a_time = ray_sweep.choose_device(device_name, side_by_side)
-        _check_precision(precision, device)
-        store = Store(out)
-        store.check(task, _bytes_needed(task, at_a_time))
-        folder = data or (Path(os.environ["NERO_DATA"]) if os.environ.get("NERO_DATA") else None)
-        name = _load(task.dataset, folder).name  # downloads what is missing, before many nodes do
-        console.print(f"the Ray cluster has room for {at_a_time} runs at a time")
-        with _exit_if_stopped(), Display(console, out, device) as observer:
-            sweep = ray_sweep.RaySweep(task, folder and folder.absolute(), device, gpus, store, observer, console.print)
-
-            def run_all(asked: list[Settings], more: bool) -> list[dict[str, Any]]:
-                stand_in = name if name != task.dataset else None
-                return sweep.train([replace(settings, data=stand_in) for settings in asked], more=more)
-
-            yield run_all
-
-
-def _check_precision(precision: Precision, device: torch.device) -> None:
-    if precision == "tf32" and device.type != "cuda":
-        raise SettingError(f"tf32 needs an NVIDIA GPU, got --device {device}: take --precision float32")
-
-
-def _check_processes(task: Task, at_a_time: int, shard: bool) -> None:
-    if distributed.world_size() == 1:
-        if shard:
-            raise SettingError("--shard splits a network over several processes: start them with torchrun")
-        return
-    if not task.is_distributable:
-        raise SettingError(f"{task.name} is trained by one process: start it without torchrun")
-    if at_a_time > 1:  # collectives of two runs could be matched with each other
-        raise SettingError("several processes make one run at a time: start them without --side-by-side")
-
-
-def _check_same_runs(task: Task, runs: list[Settings], store: Store) -> None:
-    if distributed.world_size() == 1:
-        return
-    if not distributed.all_equal([(settings, store.record(task, settings) is None) for settings in runs]):
-        raise SettingError(
-            "the processes do not have the same runs to make: start all by the same command, and let all see the same "
-            "--out and --data"
-        )
-
-
-def _bytes_needed(task: Task, at_a_time: int) -> int:
-    """Estimate the space for checkpoints, old and new: weights and two states per weight, or ten if SOAP trains."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    states = 10 if any(contender.optimiser == "soap" for contender in task.contenders.values()) else 2
-    files, tensors, float32_bytes, other_bytes = 2, 1 + states, 4, 2**26
-    return files * tensors * float32_bytes * parameters * at_a_time + other_bytes
-
-
-def _load_for(task: Task, folder: Path | None, device: torch.device) -> tuple[Dataset | Game, str | None]:
-    """Return the task's data on the device, and the name of the stand-in if it is not the task's own."""
-    dataset = _load(task.dataset, folder).to(device)
-    if not isinstance(dataset, Photos):
-        return dataset, None
-    dataset = dataset.with_measured_rate(task.batch)
-    console.print(dataset.description)
-    return dataset, dataset.name if dataset.name != task.dataset else None
-
-
-def _load(name: str, folder: Path | None) -> Dataset | Game:
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        bars: dict[str, Any] = {}
-
-        def show(work: str, done: int, total: int) -> None:
-            if work not in bars:
-                bars[work] = progress.add_task(work, total=total or None)
-                if not console.is_terminal:
-                    console.print(work + (f", {total / 1e6:.1f} MB" if total else ""))
-            progress.update(bars[work], completed=done)
-
-        return load(name, folder, progress=show)
-
-
-@contextmanager
-def _exit_if_stopped() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        console.print("stopped: run the same command again to continue")
-        # the status that shells use for a signal; an interrupt without a number comes from Ctrl-C
-        raise SystemExit(128 + next(iter(interrupt.args), signal.SIGINT)) from None
-
-
 def _rate(text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise SettingError(f"the learning rate must be a number, or auto, got {text!r}") from None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = distributed.local_gpu() if name == "cuda" else torch.device(name)
-    except RuntimeError as error:
-        raise SettingError(f"there is no device {name!r}: take cpu, cuda or auto") from error
-    if device.type not in ("cpu", "cuda"):
-        raise SettingError(f"the tasks run on cpu or cuda, got {name!r}")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise SettingError(f"torch finds no {name}: take --device cpu, or install a torch with CUDA for your driver")
-    return device
 
 
 if __name__ == "__main__":

@@ -58,29 +58,27 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
     by_task: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
         by_task.setdefault(cell.task.name, {}).setdefault(cell.contender, []).append(cell)
-    total, seconds, not_timed, is_later = 0, 0.0, 0, False
+    total, seconds, not_timed = 0, 0.0, 0
     for task, contenders in by_task.items():
         for contender, own in contenders.items():
             counts = {cell.part: f"{cell.wanted - len(cell.missing)} of {cell.wanted or '?'}" for cell in own}
             missing = len({settings for cell in own for settings in cell.missing})  # a rate of seed 0 is also a seed
             one = own[0].task.seconds.on("cuda", precision or own[0].task.precision)
             time = "" if not missing else "not timed" if one is None else duration(missing * one)
-            total, seconds, is_later = (
-                total + missing,
-                seconds + missing * (one or 0.0),
-                is_later or "?" in counts["seeds"],
-            )
+            total += missing
+            seconds += missing * (one or 0.0)
             not_timed += missing if one is None else 0
             yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time)
     times = [f"about {duration(seconds)} on an NVIDIA H200, one by one"] if seconds else []
     if not_timed:
         times.append(f"{not_timed} of them were never timed" if seconds else "their times are not known")
     yield f"{total} runs are missing" + (f": {', '.join(times)}" if times else "")
-    if is_later:
+    if any(cell.part == "seeds" and not cell.wanted for cell in cells):
         yield "0 of ?: seeds follow when the search is complete, at its best rate; repeat the command then"
 
 
 def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precision: Precision) -> list[Cell]:
+    """Return the search of a contender, unless its rates are known, and its seeds at the best rate."""
     options = dict(task.contenders[contender].options)
     whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "batch": task.batch, "options": options}
     whole["data"] = None  # not of a stand-in
@@ -96,8 +94,9 @@ def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precis
     rate: float | None = task.contenders[contender].best
     if task.study != "paper" and grid:  # the paper has found its rates
         searched = [record for record in own if record["lr"] in grid and record["seed"] == 0]
-        rate = None if search.missing else best_rate(task, searched)
-    if task.seeds == 1 and search.missing:
-        rate = task.contenders[contender].best  # a search is all there is
+        if not search.missing:
+            rate = best_rate(task, searched)
+        elif task.seeds > 1:  # with one seed, the search is all there is
+            rate = None
     seeds = cell("seeds", [] if rate is None else [(rate, seed) for seed in range(task.seeds)])
     return [search, seeds] if grid else [seeds]

@@ -7,7 +7,6 @@ from _thread import interrupt_main
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from functools import cache
 from multiprocessing import get_context, parent_process
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nero_lab.data import Dataset, Game, load
+from nero_lab.data import Dataset, Game, load_once
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.progress import duration
 from nero_lab.protocol import Settings, Task
 from nero_lab.store import Store, StoreError
-from nero_lab.sweep import deferred_interrupts, train
+from nero_lab.sweep import RunObserver, deferred_interrupts, train
 from nero_lab.tasks import task_named
 
 #: Finds the task of a run and its data, on a device. Workers import it, so it is a function of a module.
@@ -33,12 +32,7 @@ POLL_EVERY_S = 0.5
 def find(settings: Settings, folder: Path | None, device: torch.device) -> tuple[Task, Dataset | Game]:
     """Find the task of a run, and load its data once per process."""
     task = task_named(settings.task, settings.optimiser)
-    return task, _load(task.dataset, folder, device)
-
-
-@cache
-def _load(name: str, folder: Path | None, device: torch.device) -> Dataset | Game:
-    return load(name, folder).to(device)
+    return task, load_once(task.dataset, folder, device)
 
 
 def train_in_processes(
@@ -111,7 +105,7 @@ def _name(settings: Settings) -> str:
     return f"{settings.task}, {settings.optimiser} at {settings.lr:g}, seed {settings.seed}"
 
 
-class _Worker:
+class _Worker(RunObserver):
     """State that a process keeps from run to run. As an observer, it interrupts a run if the command is interrupted."""
 
     def __init__(
@@ -121,16 +115,11 @@ class _Worker:
         self.processes, self.busy = processes, threading.Lock()
         self.task, self.is_stopping = "", False
 
-    def plan(self, *_: object) -> None:
-        """Do nothing."""
-
-    ended = stopping = plan
-
     def begun(self, training: Training | Snapshot) -> None:
         if isinstance(training, Training):
             training.side_by_side = self.processes  # they share the device
 
-    def stepped(self, _: Training | Snapshot) -> None:
+    def stepped(self, training: Training | Snapshot) -> None:  # noqa: ARG002
         if self.stop.is_set() and not self.is_stopping:
             self.is_stopping = True
             interrupt_main()  # train saves the run after this step

@@ -26,6 +26,7 @@ from typing_extensions import Self
 from nero.extras import how_to_install
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.protocol import Settings, Task, perplexity
+from nero_lab.sweep import RunObserver
 
 #: Time between two lines, if the output is a file or a pipe.
 LOG_EVERY_S = 15.0
@@ -33,7 +34,7 @@ LOG_EVERY_S = 15.0
 REFRESH_EVERY_S = 0.5
 
 
-class Display:
+class Display(RunObserver):
     """Observer that shows the progress of runs and writes TensorBoard files.
 
     Args:
@@ -182,15 +183,6 @@ class Display:
         """Continue a run without TensorBoard."""
         self._writers.pop(settings, None)
         self.console.print(f"cannot write TensorBoard's file ({error.strerror}): the run continues without it")
-
-
-class NullObserver:
-    """Observer that does nothing, for all processes but the first that train one network together."""
-
-    def plan(self, *_: object) -> None:
-        """Do nothing."""
-
-    begun = stepped = ended = stopping = plan
 
 
 def duration(seconds: float) -> str:

@@ -144,19 +144,16 @@ class Task:
             raise SettingError(fault)
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
-        precision = self.precision if precision is None else precision
+        chosen = self.precision if precision is None else precision_named(precision)
         if not 0 <= lr <= torch.finfo(torch.float32).max:
             raise SettingError(f"the learning rate must be finite and not negative, such as 0.01, got {lr}")
         if not 0 <= seed < 2**31:
             raise SettingError(f"the seed must be in [0, 2^31), got {seed}")
         if not 1 <= epochs <= self.epochs:
             raise SettingError(f"{self.name} has a schedule of 1 to {self.epochs} epochs, got {epochs}")
-        if precision == "bf16" != self.precision and self.loop is not None:
-            raise SettingError(f"{self.name} trains in float32 or tf32, got {precision}: take either")
-        for known in PRECISIONS:
-            if precision == known:
-                return Settings(self.name, contender, lr, seed, epochs, known)
-        raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        if chosen == "bf16" != self.precision and self.loop is not None:
+            raise SettingError(f"{self.name} trains in float32 or tf32, got {chosen}: take either")
+        return Settings(self.name, contender, lr, seed, epochs, chosen)
 
     def grid_of(self, contender: str) -> tuple[float, ...]:
         """Return the learning rates to search for a contender."""
@@ -187,6 +184,18 @@ class Settings:
     epochs: int
     precision: Precision
     data: str | None = None
+
+
+def precision_named(name: str) -> Precision:
+    """Return the precision of that name.
+
+    Raises:
+        SettingError: if there is none.
+    """
+    for precision in PRECISIONS:
+        if name == precision:
+            return precision
+    raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {name!r}")
 
 
 def best_rate(task: Task, records: list[dict[str, Any]]) -> float:

@@ -42,17 +42,18 @@ def device_name(device: torch.device) -> str:
     """Return the product name of a GPU, or a CPU's model with the number of threads that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 @cache
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return a CPU's model and architecture."""
     with suppress(OSError, subprocess.CalledProcessError):
         lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout.splitlines()
         models = [line.partition(":")[2].strip() for line in lines if line.startswith("Model name:")]
         if models:
             return f"{models[0]}, {platform.machine()}"
-    return platform.processor() or platform.machine()
+    return f"{platform.processor() or 'CPU'}, {platform.machine()}"
 
 
 @cache  # this process runs the code that it imported first

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,11 +23,11 @@ import torch
 from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nero_lab.data import DataError, Dataset, Game, Photos, load
+from nero_lab.data import DataError, Photos, load_once
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.protocol import SettingError, Settings, Task
 from nero_lab.store import Store, StoreError, write_bytes
-from nero_lab.sweep import RunObserver, deferred_interrupts, train
+from nero_lab.sweep import RunObserver, deferred_interrupts, find_done, train
 
 #: Time between two looks into the mailbox, and between two reports of a run.
 POLL_EVERY_S = 0.5
@@ -130,16 +129,11 @@ class _Outbox(Store):
         _post(self.mailbox, "file", self.settings, name, content.getvalue())
 
 
-class _Reporter:
+class _Reporter(RunObserver):
     """Observer of a worker: posts snapshots of its run, and interrupts the run if the command asks for that."""
 
     def __init__(self, mailbox: Any) -> None:
         self.mailbox, self.reported_at, self.epochs, self.is_stopping = mailbox, 0.0, 0, False
-
-    def plan(self, *_: object) -> None:
-        """Do nothing."""
-
-    stopping = plan
 
     def begun(self, training: Training | Snapshot) -> None:
         self._post("begun", training)
@@ -160,18 +154,12 @@ class _Reporter:
             interrupt_main()  # train saves the run after this step; Ray blocks the signal itself
 
 
-@cache
-def _load(name: str, folder: Path | None, device: torch.device) -> Dataset | Game:
-    """Load the data once per worker process, which Ray uses for several runs."""
-    return load(name, folder).to(device)
-
-
 def train_here(
     task: Task, settings: Settings, folder: Path | None, device: torch.device, checkpoint: bytes | None, mailbox: Any
 ) -> dict[str, Any] | None:
     """Train one run on the node of a worker. Return its record, or None if the command asked to stop."""
     try:
-        data = _load(task.dataset, folder, device)
+        data = load_once(task.dataset, folder, device)
         if isinstance(data, Photos) and data.name != (settings.data or task.dataset):
             raise DataError(f"{folder} holds {data.name} here, not {settings.data or task.dataset}: copy the data here")
         with TemporaryDirectory() as root:
@@ -222,14 +210,11 @@ class RaySweep:
             KeyboardInterrupt: interrupted, with the number of the signal. All runs under way are saved.
         """
         runs = list(dict.fromkeys(runs))
-        done = {settings: record for settings in runs if (record := self.store.record(self.task, settings)) is not None}
-        self.observer.plan(self.task, runs, list(done.values()))
-        waiting = [settings for settings in runs if settings not in done]
-        for settings in waiting:  # report a bad checkpoint now, not hours later
-            self.store.checkpoint(self.task, settings, self.device, mmap=True)
+        done = find_done(self.task, runs, self.device, self.store, self.observer)
         with deferred_interrupts(self.observer.stopping) as interrupted:
-            for settings in waiting:
-                self._submit(settings)
+            for settings in runs:
+                if settings not in done:
+                    self._submit(settings)
             is_stopping = False
             while self._running:
                 ready, _ = ray.wait(list(self._running), timeout=POLL_EVERY_S)

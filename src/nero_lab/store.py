@@ -242,6 +242,11 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     return single + [record for path in sorted(root.glob("*.jsonl")) for record in _read_lines(path)]
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file with one JSON object a line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def pack_records(root: Path) -> None:
     """Move the records of ``TASK/RUN.json`` files to the end of ``TASK.jsonl``, one line a run."""
     for folder in sorted({path.parent for path in root.glob("*/*.json")}):

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from nero_lab import distributed
 from nero_lab.data import Dataset, Game
@@ -23,8 +25,8 @@ CHECKPOINT_EVERY_S = 60.0
 MIN_TRAIN_TO_SAVE_RATIO = 20.0
 
 
-class RunObserver(Protocol):
-    """Observer of training runs."""
+class RunObserver:
+    """Observer of training runs. It does nothing, unless a subclass overrides a method."""
 
     def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
         """Handle the list of all runs, and the records of those that are already done."""
@@ -69,11 +71,8 @@ def train(
         KeyboardInterrupt: interrupted, with the number of the signal.
     """
     runs = list(dict.fromkeys(runs))
-    done = {settings: record for settings in runs if (record := store.record(task, settings)) is not None}
-    observer.plan(task, runs, list(done.values()))
+    done = find_done(task, runs, data.device, store, observer)
     waiting = deque(settings for settings in runs if settings not in done)
-    for settings in waiting:  # report a bad checkpoint now, not hours later
-        store.checkpoint(task, settings, data.device, mmap=True)
     runner = _Runner(task, data, store, observer)
     due = time.monotonic() + CHECKPOINT_EVERY_S
     with deferred_interrupts(observer.stopping) as interrupted:
@@ -98,6 +97,18 @@ def train(
             if is_due:
                 due = time.monotonic() + max(CHECKPOINT_EVERY_S, MIN_TRAIN_TO_SAVE_RATIO * runner.save())
     return [(done | runner.done)[settings] for settings in runs]
+
+
+def find_done(
+    task: Task, runs: Sequence[Settings], device: torch.device, store: Store, observer: RunObserver
+) -> dict[Settings, dict[str, Any]]:
+    """Return the records of the runs that are done, announce all runs, and check the checkpoints of the others."""
+    done = {settings: record for settings in runs if (record := store.record(task, settings)) is not None}
+    observer.plan(task, runs, list(done.values()))
+    for settings in runs:
+        if settings not in done:  # report a bad checkpoint now, not hours later
+            store.checkpoint(task, settings, device, mmap=True)
+    return done
 
 
 class _Runner:

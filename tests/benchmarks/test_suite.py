@@ -13,6 +13,7 @@ import suite
 import torch
 import torch.nn.functional as F  # noqa: N812
 import trust
+from records import RESULTS
 
 import nero
 from nero_lab.data import ImageDataset, Images, corpus, pairs
@@ -223,7 +224,7 @@ SAME_NETWORK = {
 @pytest.mark.parametrize(("device", "precision"), [("cuda", "float32"), ("cuda", "tf32"), ("cpu", "float32")])
 def test_times_of_nero_list_match_the_record(device: str, precision: Precision):
     """To a tenth; tasks on one network share its time, and a task without a record has none."""
-    path = suite.ROOT / "benchmarks/results" / f"suite-{device}.json"
+    path = RESULTS / f"suite-{device}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {
         row["task"]: row["seconds_in_full"]

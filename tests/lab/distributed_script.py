@@ -16,6 +16,7 @@ import pytest
 import torch
 from lab.helpers import finish
 from lab.photo_cases import SMALL, TASK, decoded, shallow
+from rich.console import Console
 from torch import distributed as dist
 from torch import nn
 
@@ -24,6 +25,7 @@ from nero_lab.data import photos
 from nero_lab.loops.supervised import Supervised
 from nero_lab.loops.training import copy_to_cpu
 from nero_lab.protocol import SettingError
+from nero_lab.session import training_session
 from nero_lab.store import Store
 from nero_lab.tasks import TASKS
 
@@ -70,7 +72,7 @@ def start_in_different_states(folder: Path) -> None:
         patch.object(distributed, "process_group", lambda *_, **__: nullcontext()),
         patch.object(Store, "record", lambda *_: {} if is_second else None),  # the second finds its run done
         pytest.raises(SettingError, match="do not have the same runs to make"),
-        cli._training_session(task, folder / "made", "cpu", folder / "out", "float32", 1) as runs,
+        training_session(Console(quiet=True), task, folder / "made", "cpu", folder / "out", "float32", 1) as runs,
     ):
         runs([settings], False)
     (folder / f"messages{distributed.rank()}").write_text("\n".join(messages))

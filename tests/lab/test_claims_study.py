@@ -12,7 +12,8 @@ from torch import nn
 import nero
 from nero_lab.claims import __main__ as command
 from nero_lab.claims import measurements, studies, tables
-from nero_lab.claims.training import Split, evaluate, load_digits, train
+from nero_lab.claims.training import Split, evaluate, load_digits
+from nero_lab.store import read_json_lines
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = ROOT / tables.CLAIMS
@@ -38,7 +39,7 @@ def test_pages_show_the_committed_records(tmp_path: Path):
 
 
 def test_every_run_of_every_study_is_on_record_once():
-    found = sorted(command.key(record) for record in tables.read(ROOT / tables.RECORDS))
+    found = sorted(command.key(record) for record in read_json_lines(ROOT / tables.RECORDS))
     expected = [
         command.key({"study": name, "settings": settings})
         for name, study in ALL_STUDIES.items()
@@ -106,9 +107,9 @@ def test_studies_run_resume_and_leave_finished_runs(tmp_path: Path, capsys: pyte
     for _ in range(2):
         command.main([*ALL_STUDIES, "--out", str(out)])
     assert " ".join(capsys.readouterr().out.split()).count("1 run to do") == len(ALL_STUDIES)
-    results = {record["study"]: record["results"] for record in tables.read(out)}
+    results = {record["study"]: record["results"] for record in read_json_lines(out)}
     assert list(results) == list(ALL_STUDIES)
-    assert len(tables.read(out)) == len(ALL_STUDIES)
+    assert len(read_json_lines(out)) == len(ALL_STUDIES)
     assert results["overflow"]["is_balanced"] == [True, False]
     assert results["cost"]["ratio"]["plain"] == 1
     assert results["robustness"]["alpha_lower"] <= results["robustness"]["alpha_upper"]
@@ -161,9 +162,3 @@ def test_output_that_is_not_finite_is_an_error():
             return torch.full((len(inputs), 2), torch.nan)
 
     assert evaluate(Broken(), Split(torch.zeros(3, 1), torch.zeros(3, dtype=torch.long)))[1] == 1
-
-
-def test_batch_larger_than_the_data_raises():
-    model, data = nn.Linear(2, 2), Split(torch.zeros(3, 2), torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match="a batch of 4 needs as many examples, got 3"):
-        train(model, torch.optim.SGD(model.parameters(), 0.1), data, lr=0.1, batch=4, epochs=1, seed=0)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 import nero
 import nero_lab.command
-from nero_lab import cli
+from nero_lab import cli, session
 from nero_lab.data import load
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import mlp
@@ -34,7 +34,7 @@ SHORT = ("mnist-reparameterised", "--epochs", 1, "--device", "cpu")
 @pytest.fixture
 def command(monkeypatch):
     """Run `nero ...` in this process, on made-up data. Return its exit code and what it printed."""
-    monkeypatch.setattr(cli, "load", lambda name, *_, **__: make_data(name))
+    monkeypatch.setattr(session, "load", lambda name, *_, **__: make_data(name))
 
     def run_command(*arguments):
         stream = StringIO()
@@ -180,7 +180,7 @@ def test_nero_sweep_searches_grid_and_runs_seeds(command, tmp_path):
     arguments = ["sweep", *SHORT, "--out", tmp_path, "--seeds", 2]
     code, printed = command(*arguments)
     assert code == 0
-    assert "sigma-100: best of the grid is 0.01; the paper's is 0.01" in printed
+    assert "sigma-100: best of the grid is 0.01; the paper's best is 0.01" in printed
     assert len(read_records(tmp_path)) == 4
 
 
@@ -212,7 +212,7 @@ def test_bad_argument_error_names_remedy(command, arguments, message, tmp_path, 
 
 @pytest.mark.parametrize("what", ["run", "sweep"])
 def test_command_without_data_creates_no_files(command, what, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "load", load)
+    monkeypatch.setattr(session, "load", load)
     monkeypatch.chdir(tmp_path)
     for task in ("mnist-deep", "imagenet"):
         code, _ = command(what, task, "--device", "cpu", "--data", tmp_path / "nowhere")
@@ -289,15 +289,15 @@ def test_interrupted_command_says_how_to_continue(number, status, command, tmp_p
 @pytest.mark.parametrize(
     ("where", "asked"),
     [
-        ("duration", ["list"]),
-        ("read_records", ["report"]),
-        ("load", ["run", "mnist-deep", "--device", "cpu"]),
-        ("load", ["sweep", "mnist-deep", "--device", "cpu"]),
+        ("cli.duration", ["list"]),
+        ("cli.read_records", ["report"]),
+        ("session.load", ["run", "mnist-deep", "--device", "cpu"]),
+        ("session.load", ["sweep", "mnist-deep", "--device", "cpu"]),
     ],
 )
 def test_interrupt_before_training_ends_in_one_line(where, asked, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, where, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(f"nero_lab.{where}", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     code, _ = command(*asked)
     assert (code, capsys.readouterr().err) == (130, "nero: stopped\n")
 
@@ -318,7 +318,7 @@ def test_data_loading_shows_progress(command, tmp_path, monkeypatch):
         progress("tokenising other.gz", 5, 0)
         return make_data(name)
 
-    monkeypatch.setattr(cli, "load", slow)
+    monkeypatch.setattr(session, "load", slow)
     code, printed = command("run", *SHORT, "--out", tmp_path)
     assert code == 0
     assert printed.splitlines()[:2] == ["downloading file.gz, 2.0 MB", "tokenising other.gz"]

@@ -17,18 +17,26 @@ from rich.console import Console
 from torch import nn
 
 import nero
-from nero_lab import cli
+from nero_lab import cli, session
 from nero_lab.baselines import make
 from nero_lab.data import ImageDataset, Images
 from nero_lab.models.mlp import mlp, normed_mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
 from nero_lab.protocol import SettingError
-from nero_lab.report.depth import Study, fill, read_study
 from nero_lab.report.depth.__main__ import PAGES, main
-from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Network, breaks_down
-from nero_lab.report.depth.tables import TABLES
-from nero_lab.report.pages import BLOCK
+from nero_lab.report.depth.study import (
+    CHANCE,
+    LEARNING_LAYERS,
+    NETWORKS,
+    SEEDS,
+    Network,
+    Study,
+    breaks_down,
+    read_study,
+)
+from nero_lab.report.depth.tables import TABLES, fill
+from nero_lab.report.markdown import BLOCK
 from nero_lab.store import read_records
 from nero_lab.tasks import TASKS, depth, paper, task_named
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST, TRUSTS
@@ -317,7 +325,9 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         pixels = torch.randint(256, (count, 1, 8, 8), generator=noise, dtype=torch.uint8)
         return Images(pixels, torch.arange(count) % 10)
 
-    monkeypatch.setattr(cli, "load", lambda *_, **__: ImageDataset("mnist", images(20), images(10), (0.5,), (0.25,)))
+    monkeypatch.setattr(
+        session, "load", lambda *_, **__: ImageDataset("mnist", images(20), images(10), (0.5,), (0.25,))
+    )
     for name in ("mnist-deep", "perceptron-5", *(f"perceptron-5{variant}" for variant in VARIANTS)):
         model = normed_mlp if name.endswith("normed") else mlp
         monkeypatch.setitem(TASKS, name, replace(TASKS[name], model=partial(model, 2, width=64)))

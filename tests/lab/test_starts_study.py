@@ -11,6 +11,7 @@ import nero
 from nero_lab.starts import cases, run, tables
 from nero_lab.starts.__main__ import main
 from nero_lab.starts.variants import Variant
+from nero_lab.store import read_json_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +25,7 @@ def test_page_shows_the_committed_records(tmp_path: Path):
 
 
 def test_records_support_the_rulings():
-    records = tables.read(ROOT / tables.RECORDS)
+    records = read_json_lines(ROOT / tables.RECORDS)
 
     def mean(case: str, contender: str, lr: float = 0.01) -> float:
         found = tables.losses(records, case, contender, lr)
@@ -78,7 +79,7 @@ def test_only_the_jump_breaks_a_pretrained_network(tmp_path: Path, capsys: pytes
     main(
         ["--data", str(tmp_path), "--out", str(out), "--cases", "control", "--seeds", "0", "--contenders", *contenders]
     )
-    records = tables.read(out)
+    records = read_json_lines(out)
     assert [record["contender"] for record in records] == [name.partition("@")[0] for name in contenders]
     assert capsys.readouterr().out.count("valid") == 5
     for record in records:

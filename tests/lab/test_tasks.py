@@ -21,7 +21,7 @@ from lab.photo_cases import SMALL, TASK, decoded, write_class_folder
 from rich.console import Console
 
 import nero
-from nero_lab import baselines, cli
+from nero_lab import baselines, cli, session
 from nero_lab.data import Images, corpus, decoder_pool, load, pairs
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import mlp
@@ -162,7 +162,7 @@ def test_real_mnist_subset_trains(tmp_path, monkeypatch):
         )
         return replace(data, train=train, test=test)
 
-    monkeypatch.setattr(cli, "load", load_subset)
+    monkeypatch.setattr(session, "load", load_subset)
     arguments = f"nero run mnist-reparameterised --data {MNIST} --epochs 1 --device cpu --out {tmp_path}"
     monkeypatch.setattr(sys, "argv", arguments.split())
     with pytest.raises(SystemExit) as end:

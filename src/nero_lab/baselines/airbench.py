@@ -3,13 +3,14 @@
 The loss is the sum over a batch, as published.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import nero
+from nero_lab.baselines.batched import Batched, check_beta, check_lr
 
 #: Momentum of SGD, always Nesterov's.
 SGD_MOMENTUM = 0.85
@@ -60,10 +61,8 @@ def make(name: str, model: nn.Module, lr: float, batch: int, options: Mapping[st
     return [main, _sgd(others, batch)]
 
 
-class FilterMuon(torch.optim.Optimizer):
+class FilterMuon(Batched):
     """Muon for convolutions, each filter flattened to a row: Nesterov's momentum, orthogonalised.
-
-    All arithmetic is on the device and the state exists from the start, so that a CUDA graph can hold a step.
 
     Args:
         params: weights of two or more axes.
@@ -81,37 +80,23 @@ class FilterMuon(torch.optim.Optimizer):
         is_norm_fixed: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "is_norm_fixed": is_norm_fixed})
-        for group in self.param_groups:
-            for weight in group["params"]:
-                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+    def check(self, options: dict[str, Any]) -> None:
+        check_lr(options["lr"])
+        check_beta("momentum", options["momentum"])
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
+        return {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all weights that have a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                velocity = self.state[weight]["momentum_buffer"].mul_(group["momentum"]).add_(weight.grad)
-                update = orthogonalised(torch.add(weight.grad, velocity, alpha=group["momentum"]).flatten(1))
-                if group["is_norm_fixed"]:
-                    weight.mul_(len(weight) ** 0.5 / weight.norm())
-                weight.sub_(group["lr"] * update.view(weight.shape))
-        return loss
+    def update(
+        self, options: dict[str, Any], weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+    ) -> None:
+        for weight, grad, state in zip(weights, grads, states, strict=True):
+            velocity = state["momentum_buffer"].mul_(options["momentum"]).add_(grad)
+            update = orthogonalised(torch.add(grad, velocity, alpha=options["momentum"]).flatten(1))
+            if options["is_norm_fixed"]:
+                weight.mul_(len(weight) ** 0.5 / weight.norm())
+            weight.sub_(options["lr"] * update.view(weight.shape))
 
 
 def orthogonalised(matrix: Tensor, iterations: int = MUON_ITERATIONS) -> Tensor:

@@ -1,4 +1,4 @@
-"""The base of LAMB and Madam: state that exists from the start, and steps over all tensors at once."""
+"""The bases of our own optimisers: steps with a closure, state that exists from the start, and checks of options."""
 
 import copy
 import math
@@ -13,7 +13,35 @@ import torch
 from torch import Tensor, nn
 
 
-class Batched(torch.optim.Optimizer, ABC):
+class ClosureStep(torch.optim.Optimizer, ABC):
+    """An optimiser whose :meth:`step` evaluates the closure, if there is one, and then calls :meth:`step_all`."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Evaluate the closure, then step every parameter that has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_all()
+        return loss
+
+    @abstractmethod
+    def step_all(self) -> None:
+        """Step every parameter that has a gradient."""
+
+
+class Batched(ClosureStep):
     """An optimiser whose step never waits for the device, so that a CUDA graph can capture the first one.
 
     A subclass checks its options (:meth:`check`), creates the state of a parameter (:meth:`start`), and steps tensors
@@ -42,23 +70,7 @@ class Batched(torch.optim.Optimizer, ABC):
         for parameter in group["params"]:
             self.state[parameter] = self.start(parameter, group)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step every parameter that has a gradient.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_all(self) -> None:
         for group in self.param_groups:
             batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for parameter in group["params"]:
@@ -67,7 +79,6 @@ class Batched(torch.optim.Optimizer, ABC):
             for weights in batches.values():
                 grads = [weight.grad for weight in weights if weight.grad is not None]
                 self.update(group, weights, grads, [self.state[weight] for weight in weights])
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a copy of what :meth:`state_dict` gave; torch would go on writing into the original."""

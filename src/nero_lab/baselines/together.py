@@ -1,12 +1,14 @@
 """Several optimisers as one, each with parameters of its own."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from nero_lab.baselines.batched import ClosureStep
 
-class Together(torch.optim.Optimizer):
+
+class Together(ClosureStep):
     """Optimisers that step one after another, with one list of groups, one state and one checkpoint.
 
     The hooks of this object run once a step, before the first and after the last of its parts.
@@ -32,26 +34,10 @@ class Together(torch.optim.Optimizer):
             self.state.update(part.state)
         self._share()
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step every part.
-
-        Args:
-            closure: evaluates the model again and returns the loss.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step_all(self) -> None:
+        """Step every part."""
         for part in self.parts:
             part.step()
-        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take the groups of the parts; raise for any other, which no part would step."""

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import track
 
 from nero_lab.claims import measurements, studies
-from nero_lab.claims.tables import read
 from nero_lab.claims.training import load_digits
 from nero_lab.provenance import commit, device_name
 from nero_lab.report.markdown import plural
+from nero_lab.store import read_json_lines
 
 #: Digits of the numbers in a record.
 DIGITS = 5
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/claims.jsonl"), help="the file to append records to")
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {key(record) for record in read(options.out)} if options.out.exists() else set()
+    done = {key(record) for record in read_json_lines(options.out)} if options.out.exists() else set()
     data, console = load_digits(options.data), Console()
     for name in options.studies:
         study = STUDIES[name]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nero
 from nero_lab import baselines
-from nero_lab.claims.training import PIXELS, Digits, Split, constant, evaluate, linear_layers, train
+from nero_lab.claims.training import PIXELS, Digits, Split, constant, evaluate, linear_layers, measure_test, train
 from nero_lab.models.mlp import mlp
 
 Settings = dict[str, Any]
@@ -90,8 +90,7 @@ def run_initial_scale(data: Digits, settings: Settings) -> dict[str, Any]:
     optimiser = baselines.make(settings["optimiser"], model, settings["lr"])
     images = data.train.first(EXAMPLES)
     accuracy = train(model, optimiser, images, lr=settings["lr"], batch=100, epochs=1, seed=settings["seed"])
-    loss, error = evaluate(model, data.test)
-    return {"train_accuracy": accuracy, "test_loss": loss, "test_error": error}
+    return {"train_accuracy": accuracy, **measure_test(model, data)}
 
 
 # Section 5.4: "Nero could reliably train a 100-layer MLP"; is that the start or the steps?
@@ -116,8 +115,7 @@ def run_start(data: Digits, settings: Settings) -> dict[str, Any]:
     made = baselines.make(optimiser, model, settings["lr"], **({"beta1": 0.9} if optimiser == "adam" else {}))
     images = data.train.first(EXAMPLES)
     accuracy = train(model, made, images, lr=settings["lr"], batch=250, epochs=5, seed=settings["seed"])
-    loss, error = evaluate(model, data.test)
-    return {"train_accuracy": accuracy, "test_loss": loss, "test_error": error}
+    return {"train_accuracy": accuracy, **measure_test(model, data)}
 
 
 # Section 4: "stability across batch sizes"
@@ -145,8 +143,7 @@ def run_batch_size(data: Digits, settings: Settings) -> dict[str, Any]:
     accuracy = train(
         model, optimiser, images, lr=settings["lr"], batch=settings["batch"], epochs=2, seed=settings["seed"]
     )
-    loss, error = evaluate(model, data.test)
-    return {"train_accuracy": accuracy, "test_loss": loss, "test_error": error}
+    return {"train_accuracy": accuracy, **measure_test(model, data)}
 
 
 # Section 6.3: pulling gains to one "is easier to tune than weight decay"
@@ -174,12 +171,10 @@ def run_gains(data: Digits, settings: Settings) -> dict[str, Any]:
     lr, option, others = REGULARISED[settings["optimiser"]]
     optimiser = baselines.make(settings["optimiser"], model, lr, **{option: settings["strength"]}, **others)
     accuracy = train(model, optimiser, noisy, lr=lr, batch=100, epochs=30, seed=settings["seed"])
-    loss, error = evaluate(model, data.test)
     gains = torch.cat([module.weight for module in model if isinstance(module, nn.BatchNorm1d)]).detach()
     return {
         "train_accuracy": accuracy[-1],
-        "test_loss": loss,
-        "test_error": error,
+        **measure_test(model, data),
         "gains": [float(gains.min()), float(gains.max())],
     }
 
@@ -223,8 +218,7 @@ def run_clip(data: Digits, settings: Settings) -> dict[str, Any]:
     if settings["kind"] == "neurons":
         optimiser.register_step_pre_hook(lambda *_: clip_neurons(model, clip))
     train(model, optimiser, data.train.first(EXAMPLES), lr=settings["lr"], batch=100, epochs=1, seed=settings["seed"])
-    loss, error = evaluate(model, data.test)
-    return {"test_loss": loss, "test_error": error}
+    return measure_test(model, data)
 
 
 AVERAGED = {"nero": 0.01, "adam": 0.001, "sgd": 0.1}

@@ -1,6 +1,5 @@
 """The tables and the figure of docs/studies/claims.md: ``python -m nero_lab.claims.tables`` makes them from records."""
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,9 +20,8 @@ from nero_lab.claims.studies import (
     STRENGTHS,
     USUAL_RATES,
 )
-from nero_lab.report.markdown import over_seeds, render_table, seeds_note
-from nero_lab.report.pages import fill_page
-from nero_lab.store import write_bytes
+from nero_lab.report.markdown import over_seeds, render_table, seeds_note, update_page
+from nero_lab.store import read_json_lines
 
 RECORDS, PAGE, FIGURE = (
     Path("results/studies/claims.jsonl"),
@@ -57,11 +55,6 @@ SHOWN_POWERS = (-40, -20, -10, -4, -2, 0, 2, 10, 16, 20, 36)
 SHOWN_LAYERS = (1, 5, 10, 15, 20)
 
 Records = list[dict[str, Any]]
-
-
-def read(path: Path) -> Records:
-    """Read the records of a file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def select(records: Records, study: str, **settings: Any) -> Records:
@@ -346,13 +339,11 @@ def main(root: Path = Path()) -> None:
     from nero_lab.claims.figure import draw
     from nero_lab.report.figures import save
 
-    records = read(root / RECORDS)
-    made = tables(records, read(root / REPARAMETERISED))
-    made["balanced-start"] = balanced_start(read(root / DEEP), read(root / BALANCED_START))
-    text = fill_page(root / PAGE, made)
-    write_bytes(root / PAGE, text.encode())
-    counts = {"verdicts": _verdicts((root / CLAIMS).read_text(encoding="utf-8"))}
-    write_bytes(root / CLAIMS, fill_page(root / CLAIMS, counts).encode())
+    records = read_json_lines(root / RECORDS)
+    made = tables(records, read_json_lines(root / REPARAMETERISED))
+    made["balanced-start"] = balanced_start(read_json_lines(root / DEEP), read_json_lines(root / BALANCED_START))
+    update_page(root / PAGE, made)
+    update_page(root / CLAIMS, {"verdicts": _verdicts((root / CLAIMS).read_text(encoding="utf-8"))})
     save(draw(records), root / FIGURE)
 
 

@@ -66,7 +66,7 @@ def train(
     epochs: int,
     seed: int,
     schedule: Callable[[int, int], float] = falling,
-    after_epoch: Callable[[int], bool | None] | None = None,
+    after_epoch: Callable[[int], None] | None = None,
     after_step: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Train a network and return the share of right answers in each epoch, counted while it trains.
@@ -80,16 +80,9 @@ def train(
         epochs: the number of epochs.
         seed: the seed of the order of the examples.
         schedule: the factor of the rate, from the step and the number of steps.
-        after_epoch: called with the number of finished epochs; True ends the training.
+        after_epoch: called with the number of finished epochs.
         after_step: called with the number of finished steps.
-
-    Raises:
-        ValueError: if the training set is smaller than a batch.
     """
-    if len(data.labels) < batch:
-        raise ValueError(
-            f"a batch of {batch:,} needs as many examples, got {len(data.labels):,}: choose a smaller batch"
-        )
     generator = torch.Generator().manual_seed(seed)
     per_epoch = len(data.labels) // batch
     accuracy, step = [], 0
@@ -108,8 +101,8 @@ def train(
             if after_step is not None:
                 after_step(step)
         accuracy.append(right.item() / (per_epoch * batch))
-        if after_epoch is not None and after_epoch(epoch + 1):
-            break
+        if after_epoch is not None:
+            after_epoch(epoch + 1)
     return [round(share, 6) for share in accuracy]
 
 
@@ -124,6 +117,12 @@ def evaluate(model: nn.Module, data: Split) -> tuple[float, float]:
         is_right = (outputs.argmax(1) == labels) & outputs.isfinite().all(1)
         wrong += int((~is_right).sum())
     return loss / len(data.labels), wrong / len(data.labels)
+
+
+def measure_test(model: nn.Module, data: Digits) -> dict[str, float]:
+    """Return the loss and the share of errors on the test set, as a record holds them."""
+    loss, error = evaluate(model, data.test)
+    return {"test_loss": loss, "test_error": error}
 
 
 def weight_norm(weights: Iterable[Tensor]) -> float:

@@ -6,13 +6,15 @@ For Pong it returns a game.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+
+import torch
 
 from nero_lab.data.arcade import Game, pong
 from nero_lab.data.books import Books, classic_books
 from nero_lab.data.corpus import Corpus, wikitext2
-from nero_lab.data.dataset import Dataset
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError, Dataset
 from nero_lab.data.folder import Folder
 from nero_lab.data.images import ImageDataset, Images, cifar10, mnist
 from nero_lab.data.pairs import Pairs, multi30k
@@ -31,6 +33,7 @@ __all__ = [
     "Pairs",
     "Photos",
     "load",
+    "load_once",
 ]
 
 #: Loaders by name.
@@ -66,3 +69,9 @@ def load(
         return LOADERS[name](Folder(name, folder, progress))
     except OSError as error:
         raise DataError(f"cannot read the data: {error}; fix its permissions, or name another folder") from error
+
+
+@cache
+def load_once(name: str, folder: Path | None, device: torch.device) -> Dataset | Game:
+    """Load a data set or game onto a device, once per process, for the several runs that a worker makes."""
+    return load(name, folder).to(device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nero.extras import how_to_install
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 from nero_lab.data.folder import Folder
 
 #: Seconds to wait for the emulator: a thread that died in it never answers.

@@ -1,6 +1,7 @@
-"""Random crops, flips and rotations of a whole set of images at once, on its device."""
+"""Normalisation, and random crops, flips and rotations, of a whole set of images at once, on its device."""
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -90,6 +91,20 @@ def translate_and_flip(pixels: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
     columns = torch.where(flips[:, None], columns.flip(1), columns)
     images = torch.arange(len(pixels), device=pixels.device)[:, None, None]
     return pixels.permute(0, 2, 3, 1)[images, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+@cache  # copying to a GPU synchronises with it, so do it once
+def scale_and_shift(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return (C,) tensors such that ``pixels * scale + shift`` is ``(pixels / 255 - mean) / std``.
+
+    Example:
+        >>> scale, shift = scale_and_shift((0.5,), (0.25,), torch.device("cpu"))
+        >>> (torch.tensor([0, 255]) * scale + shift).tolist()
+        [-2.0, 2.0]
+    """
+    scale = [1 / (255 * deviation) for deviation in std]
+    shift = [-middle / deviation for middle, deviation in zip(mean, std, strict=True)]
+    return torch.tensor(scale, device=device), torch.tensor(shift, device=device)
 
 
 def _draw(count: int, generator: torch.Generator, padding: int, degrees: float, device: torch.device) -> _Draws:

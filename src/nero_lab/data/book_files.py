@@ -13,8 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from nero_lab.data import formats, sources
+from nero_lab.data.dataset import DataError
 from nero_lab.data.download import Progress, download, replacing
-from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
 
 #: Ends each book.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from nero_lab.data import bpe, sources
 from nero_lab.data.book_files import read_text
+from nero_lab.data.dataset import DataError
 from nero_lab.data.download import replacing
-from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
 from nero_lab.data.texts import IGNORED_LABEL
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nero.extras import how_to_install
 from nero_lab.data.book_files import END_OF_BOOK
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 
 VOCABULARY = 8192
 #: Tokens of a single byte, which come first.

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 from nero_lab.data.formats import lines
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")

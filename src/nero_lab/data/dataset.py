@@ -1,4 +1,4 @@
-"""The interface between a data set and the training loop."""
+"""The interface between a data set and the training loop, and the exception of the data package."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
@@ -9,6 +9,10 @@ from typing_extensions import Self
 
 #: Maps pixels and a random generator to augmented pixels.
 Augment: TypeAlias = Callable[[Tensor, torch.Generator], Tensor]
+
+
+class DataError(RuntimeError):
+    """Missing, damaged or unobtainable data. The message names the file and the remedy."""
 
 
 class Dataset(Protocol):

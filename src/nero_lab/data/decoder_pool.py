@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 
 P = ParamSpec("P")
 T = TypeVar("T")

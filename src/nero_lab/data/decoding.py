@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nero_lab.data.crops import random_boxes, random_flips
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from nero_lab import atomic
 from nero_lab.data import sources
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 
 #: Called with an activity such as "downloading train.txt", the bytes done, and the total bytes (0 if unknown).
 Progress: TypeAlias = Callable[[str, int, int], None]

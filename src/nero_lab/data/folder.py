@@ -5,8 +5,8 @@ from functools import cached_property
 from pathlib import Path
 
 from nero_lab.data import sources
+from nero_lab.data.dataset import DataError
 from nero_lab.data.download import Progress, download, new_hash
-from nero_lab.data.errors import DataError
 
 
 class Folder:

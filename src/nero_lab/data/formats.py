@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nero_lab.data import sources
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 
 CLASSES = 10
 MNIST_SHAPE = (28, 28)

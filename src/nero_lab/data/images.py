@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from nero_lab.data import formats, sources
-from nero_lab.data.dataset import Augment
-from nero_lab.data.errors import DataError
+from nero_lab.data.augmentation import scale_and_shift
+from nero_lab.data.dataset import Augment, DataError
 from nero_lab.data.folder import Folder
-from nero_lab.data.normalisation import scale_and_shift
 
 #: Images per batch of an evaluation.
 EVAL_BATCH = 1000

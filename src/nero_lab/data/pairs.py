@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nero_lab.data import sources
-from nero_lab.data.errors import DataError
+from nero_lab.data.dataset import DataError
 from nero_lab.data.folder import Folder
 from nero_lab.data.formats import lines
 from nero_lab.data.texts import IGNORED_LABEL, Texts

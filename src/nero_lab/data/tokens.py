@@ -5,8 +5,8 @@ from pathlib import Path
 
 from nero.extras import how_to_install
 from nero_lab.data import sources
+from nero_lab.data.dataset import DataError
 from nero_lab.data.download import replacing
-from nero_lab.data.errors import DataError
 from nero_lab.data.folder import Folder
 from nero_lab.data.formats import gunzip, lines
 

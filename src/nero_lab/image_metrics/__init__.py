@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from nero.extras import how_to_install
+from nero_lab.data.dataset import DataError
 from nero_lab.data.download import new_hash
-from nero_lab.data.errors import DataError
 from nero_lab.image_metrics.frechet import Gaussian, Moments
 from nero_lab.models.efficientnet import EfficientNetLite0
 

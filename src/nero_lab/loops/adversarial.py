@@ -15,7 +15,15 @@ from nero_lab.data import Dataset, ImageDataset
 from nero_lab.image_metrics import METRIC_BATCH, FrechetMetric, available_metrics
 from nero_lab.image_metrics.frechet import Gaussian
 from nero_lab.loops.cuda_graph import CapturedStep
-from nero_lab.loops.training import Training, copy_to_cpu, load_network, load_optimiser, load_tensor, matmul_precision
+from nero_lab.loops.training import (
+    Training,
+    copy_to_cpu,
+    load_network,
+    load_optimiser,
+    load_tensor,
+    matmul_precision,
+    state_tensors,
+)
 from nero_lab.models.biggan import GANPair
 from nero_lab.protocol import SettingError, Settings, Task
 
@@ -136,12 +144,10 @@ class Adversarial(Training):
 
     def _changing(self) -> list[Tensor]:
         """Return all tensors that an update changes."""
-        states = [state for optimiser in self.optimisers.values() for state in optimiser.state.values()]
-        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [*self.pair.state_dict().values(), self.totals, *tensors]
+        return [*self.pair.state_dict().values(), self.totals, *state_tensors(*self.optimisers.values())]
 
     def _begin_epoch(self) -> None:
-        self.random.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
+        self.random.manual_seed(self._seed_of(self.epoch))
         self._batches = self.data.epoch(self.task.batch, self.random, self.task.augment)
         self.totals.zero_()
         self.pair.train()

@@ -14,7 +14,15 @@ from nero_lab.data.arcade import Game
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.gif import encode_gif
 from nero_lab.loops.ppo import PPO, Batch, advantages, normalise, objective
-from nero_lab.loops.training import Training, copy_to_cpu, load_network, load_optimiser, load_tensor, matmul_precision
+from nero_lab.loops.training import (
+    Training,
+    copy_to_cpu,
+    load_network,
+    load_optimiser,
+    load_tensor,
+    matmul_precision,
+    state_tensors,
+)
 from nero_lab.protocol import Settings, Task
 
 #: Limits of the recorded episode: steps, since a policy may play for ever, and pictures.
@@ -206,7 +214,7 @@ class Agent(Training):
 
     def _begin_round(self) -> None:
         number = self.steps_done // self._round_calls
-        self.generator.manual_seed(self.settings.seed * 1_000_003 + number)
+        self.generator.manual_seed(self._seed_of(number))
         self._noise.exponential_(generator=self.generator).log_().neg_()  # Gumbel noise: its argmax samples actions
         shuffled = torch.rand(self.ppo.passes, self.ppo.round_steps, generator=self.generator, device=self.device)
         self._order.copy_(shuffled.argsort(1).view_as(self._order))
@@ -289,9 +297,7 @@ class Agent(Training):
 
     def _changing(self) -> list[Tensor]:
         """Return all tensors that an update changes."""
-        values = [value for state in self.optimiser.state.values() for value in state.values()]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return [*self.model.state_dict().values(), *tensors, self.totals, self._update_index]
+        return [*self.model.state_dict().values(), *state_tensors(self.optimiser), self.totals, self._update_index]
 
     def _in_precision(self, work: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:

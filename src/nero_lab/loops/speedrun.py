@@ -13,7 +13,7 @@ from nero_lab.data import ImageDataset
 from nero_lab.data.augmentation import translate_and_flip
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.supervised import Supervised
-from nero_lab.loops.training import copy_to_cpu, count_bytes, load_optimiser, load_tensor
+from nero_lab.loops.training import copy_to_cpu, count_bytes, load_optimiser, load_tensor, state_tensors
 from nero_lab.models.airbench import Airbench
 from nero_lab.protocol import Contender
 
@@ -50,7 +50,7 @@ class SpeedRun(Supervised):
 
     def sizes(self) -> dict[str, int]:
         found = super().sizes()
-        return {**found, "state_bytes": found["state_bytes"] + count_bytes([dict(each.state) for each in self._others])}
+        return {**found, "state_bytes": found["state_bytes"] + count_bytes(state_tensors(*self._others))}
 
     def state(self) -> dict[str, Any]:
         self._stop_clock()
@@ -96,8 +96,7 @@ class SpeedRun(Supervised):
             other.step()
 
     def _changing(self) -> list[Tensor]:
-        states = [state for other in self._others for state in other.state.values()]
-        return [*super()._changing(), *(value for state in states for value in state.values())]
+        return [*super()._changing(), *state_tensors(*self._others)]
 
     def _make_step(self) -> None:
         self._start_clock()
@@ -124,11 +123,11 @@ class SpeedRun(Supervised):
 
     def _make_batches(self, pixels: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Shuffle, move and mirror all images."""
-        seed, count = self.settings.seed, len(labels)
+        count = len(labels)
         place: Any = {"generator": self.generator, "device": self.device}
-        self.generator.manual_seed(seed * 1_000_003 + self.task.epochs)  # which no epoch has: all share the first flips
+        self.generator.manual_seed(self._seed_of(self.task.epochs))  # which no epoch has: all share the first flips
         flips = torch.randint(2, (count,), **place) == self.epoch % 2
-        self.generator.manual_seed(seed * 1_000_003 + self.epoch)
+        self.generator.manual_seed(self._seed_of(self.epoch))
         order = torch.randperm(count, **place)
         shifts = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (count, 2), **place)
         inputs = self.data.normalise(translate_and_flip(pixels[order], shifts, flips[order]))

@@ -21,6 +21,7 @@ from nero_lab.loops.training import (
     load_optimiser,
     load_tensor,
     matmul_precision,
+    state_tensors,
 )
 from nero_lab.models.dropout import Dropout
 from nero_lab.protocol import Contender, SettingError, Settings, Task
@@ -180,7 +181,7 @@ class Supervised(Training):
         self.is_mid_step = False
 
     def _begin_epoch(self) -> None:
-        self.generator.manual_seed(self.settings.seed * 1_000_003 + self.epoch)
+        self.generator.manual_seed(self._seed_of(self.epoch))
         self._batches = self.data.epoch(self.task.batch, self.generator, self.task.augment)
         self.totals.zero_()
         self.model.train()
@@ -217,9 +218,7 @@ class Supervised(Training):
 
     def _changing(self) -> list[Tensor]:
         """Return all tensors that an update changes."""
-        values = [value for state in self.optimiser.state.values() for value in state.values()]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        return [*self.model.state_dict().values(), *tensors, self.totals]
+        return [*self.model.state_dict().values(), *state_tensors(self.optimiser), self.totals]
 
     def _end_epoch(self) -> None:
         self._batches = ()

@@ -128,6 +128,10 @@ class Training(ABC):
         self._seconds_before, self.side_by_side = state["seconds"], state["beside"]
         self.resumed = state["resumed"] + 1
 
+    def _seed_of(self, number: int) -> int:
+        """Return the seed of an epoch or a round, which no other run has up to a million of them."""
+        return self.settings.seed * 1_000_003 + number
+
     @abstractmethod
     def _build(self) -> None:
         """Build the network, its optimiser and their buffers."""
@@ -222,6 +226,12 @@ def copy_to_cpu(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(copy_to_cpu(item) for item in value)
     return value
+
+
+def state_tensors(*optimisers: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of the optimisers' states, which a step changes in place."""
+    values = [value for each in optimisers for state in each.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def count_bytes(value: Any) -> int:

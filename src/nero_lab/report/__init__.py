@@ -4,8 +4,8 @@ import tempfile
 from pathlib import Path
 
 from nero_lab.report import figures
+from nero_lab.report.markdown import bare_page, fill_page
 from nero_lab.report.overview import overview_tables
-from nero_lab.report.pages import bare_page, fill_page
 from nero_lab.report.published import all_published
 from nero_lab.report.records import Record
 from nero_lab.report.runs import Runs

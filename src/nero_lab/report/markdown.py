@@ -1,15 +1,20 @@
-"""Numbers and tables as Markdown."""
+"""Numbers, tables and pages as Markdown."""
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-from nero_lab.report.runs import mean_and_spread
+from nero_lab.store import StoreError, write_bytes
 
 #: The number of seeds in the paper; another number is written in the cell.
 PAPER_SEEDS = 3
 DIVERGED = "†"
 DIVERGED_NOTE = f"{DIVERGED} diverged: the training loss was not finite in the last epoch"
+#: A block of a page: ``<!-- table: NAME -->``, the table, ``<!-- end -->``.
+BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+OPENING = "<!-- table: "
 
 
 def render_table(header: Sequence[object], rows: Iterable[Sequence[object]], left: int | None = 1) -> str:
@@ -53,6 +58,15 @@ def with_spread(mean: float, spread: float) -> str:
     return f"{number(mean)} ± {number(spread)}" if mean < math.inf else "inf"
 
 
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the population standard deviation."""
+    if math.inf in values:
+        return math.inf, math.nan
+    if any(map(math.isnan, values)):
+        return math.nan, math.nan
+    return statistics.fmean(values), statistics.pstdev(values)
+
+
 def over_seeds(values: Sequence[float], *, has_diverged: bool = False) -> str:
     """Format mean ± spread over seeds, and the number of seeds unless it is the paper's.
 
@@ -73,3 +87,46 @@ def seeds_note(count: int) -> str:
 def plural(count: int, noun: str) -> str:
     """Format a count with its noun in the right number."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def fill_page(path: Path, tables: dict[str, str], new_page: str = "") -> str:
+    """Return a page's text with its blocks replaced by the tables.
+
+    Args:
+        path: the page.
+        tables: the tables by name.
+        new_page: the text to fill if there is no page yet.
+
+    Raises:
+        StoreError: if the page cannot be read, or a block is not closed or has an unknown name.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        text = new_page
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"cannot read the page {path}: {error}; repair it or choose another folder by --out"
+        ) from error
+    blocks = [name for _, name, _ in BLOCK.findall(text)]
+    if len(blocks) != text.count(OPENING):
+        raise StoreError(f"{path.name}: a table block is not closed; end each block with <!-- end -->")
+    if unknown := [name for name in blocks if name not in tables]:
+        raise StoreError(f"{path.name}: unknown table {unknown[0]!r}; choose one of {', '.join(tables)}")
+    return fill_blocks(text, tables.__getitem__)
+
+
+def update_page(path: Path, tables: dict[str, str]) -> None:
+    """Replace the blocks of a page by the tables, in the file."""
+    write_bytes(path, fill_page(path, tables).encode())
+
+
+def fill_blocks(text: str, table: Callable[[str], str]) -> str:
+    """Return a text with each block replaced by the table of its name."""
+    return BLOCK.sub(lambda block: f"{block[1]}\n{table(block[2])}\n\n{block[3]}", text)
+
+
+def bare_page(title: str, tables: dict[str, str], figure: str = "") -> str:
+    """Return a page with a title, a figure and one empty block per table."""
+    blocks = "\n".join(f"{OPENING}{name} -->\n<!-- end -->\n" for name in tables)
+    return f"# {title}\n\n{figure}{blocks}"

@@ -1,9 +1,9 @@
 """Tables over all tasks: what was run, the paper's Table 1, and the experiments outside it."""
 
-from nero_lab.report.markdown import DIVERGED, number, plural, render_table, seeds_note, with_spread
+from nero_lab.report.markdown import DIVERGED, mean_and_spread, number, plural, render_table, seeds_note, with_spread
 from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.published import Published, PublishedRow, all_published
-from nero_lab.report.runs import Runs, mean_and_spread
+from nero_lab.report.runs import Runs
 from nero_lab.report.tables import NOT_RUN, measure_name, our_result
 
 #: The optimisers of the paper's Table 1.

@@ -1,7 +1,5 @@
 """Selection of the runs that a table or figure shows."""
 
-import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -92,15 +90,6 @@ class Runs:
                 truncated = [run.truncate(epoch) for run in group.values() if run.epochs >= epoch]
                 shared.append(sorted(truncated, key=_priority, reverse=True))
         return sorted(shared, key=lambda group: _table_order(group[0]))
-
-
-def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the population standard deviation."""
-    if math.inf in values:
-        return math.inf, math.nan
-    if any(map(math.isnan, values)):
-        return math.nan, math.nan
-    return statistics.fmean(values), statistics.pstdev(values)
 
 
 def _check_measure(run: Run) -> None:

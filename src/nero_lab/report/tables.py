@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from nero_lab.report.markdown import (
     DIVERGED,
     PAPER_SEEDS,
+    mean_and_spread,
     number,
     over_seeds,
     plural,
@@ -15,7 +16,7 @@ from nero_lab.report.markdown import (
 from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.published import Measure, Published, PublishedRow, all_published
 from nero_lab.report.records import Run
-from nero_lab.report.runs import Runs, mean_and_spread
+from nero_lab.report.runs import Runs
 
 NOT_RUN = "not run"
 PROCESS_NOTE = (

@@ -66,7 +66,7 @@ def text(folder: Path, device: str, language: str, part: str) -> Tensor:
 
 
 def batches(case: Case, folder: Path, device: str, part: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield random batches of a part for ever."""
+    """Yield random batches of a part, without end."""
     generator = torch.Generator().manual_seed(seed)
     if case.data == "images":
         pixels, labels = images(folder, device, part)

@@ -1,14 +1,12 @@
 """The tables of docs/studies/starts.md: ``python -m nero_lab.starts.tables`` fills them from committed records."""
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
-from nero_lab.report.markdown import render_table
-from nero_lab.report.pages import fill_page
+from nero_lab.report.markdown import render_table, update_page
 from nero_lab.starts.cases import CASES
-from nero_lab.store import write_bytes
+from nero_lab.store import read_json_lines
 
 RECORDS, PAGE = Path("results/studies/starts.jsonl"), Path("docs/studies/starts.md")
 GAINS = ("zero-gain", "layer-scale", "convnext", "gemma")
@@ -29,11 +27,6 @@ NEURON_COLUMNS = {
 }
 RIVALS = {f"AdamW {rate:g}": ("adamw", rate) for rate in (0.0003, 0.001, 0.003)}
 NERO = {"`nero.Nero(model)`": ("nero", 0.01)}
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read the records of the study."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def losses(records: list[dict[str, Any]], case: str, contender: str, lr: float) -> list[float]:
@@ -67,7 +60,7 @@ def _cell(found: list[float]) -> str:
 
 def main(root: Path = Path()) -> None:
     """Fill the page under the root with the tables of the records there."""
-    write_bytes(root / PAGE, fill_page(root / PAGE, tables(read(root / RECORDS))).encode())
+    update_page(root / PAGE, tables(read_json_lines(root / RECORDS)))
 
 
 if __name__ == "__main__":

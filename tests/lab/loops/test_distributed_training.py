@@ -20,11 +20,13 @@ pytest.importorskip("typer")
 pytest.importorskip("PIL")
 from lab import distributed_script
 from lab.photo_cases import SMALL, TASK, decoded, write_class_folder, write_image
+from rich.console import Console
 
-from nero_lab import cli, distributed
+from nero_lab import distributed
 from nero_lab.data import decoder_pool
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import SettingError
+from nero_lab.session import training_session
 from nero_lab.store import read_records
 from nero_lab.tasks import TASKS
 
@@ -136,7 +138,7 @@ def test_first_process_alone_prints_and_writes(two: Outcome):
     assert two.output.count(", a stand-in for ImageNet: 12 training and 7 test images of 3 classes") == 3
     assert two.output.count(" can be loaded for each of 2 processes\n") == 3 + 4
     assert two.output.count("images a second, start included; ") == 4
-    assert "nero-tuned: the paper has 0.02 as its best" in two.output  # no grid was searched
+    assert "nero-tuned: the paper's best is 0.02" in two.output  # no grid was searched
     assert len(list((two.folder / "two" / "tensorboard").rglob("events*"))) == 2
 
 
@@ -176,6 +178,6 @@ def test_unsupported_process_counts_are_refused(tmp_path: Path, monkeypatch: pyt
         (TASKS["mnist-deep"], 1, "mnist-deep is trained by one process"),
         (SMALL, 2, "several processes make one run at a time"),
     ):
-        workplace = cli._training_session(other, tmp_path, "cpu", tmp_path, "float32", side_by_side)
+        workplace = training_session(Console(quiet=True), other, tmp_path, "cpu", tmp_path, "float32", side_by_side)
         with pytest.raises(SettingError, match=message):
             workplace.__enter__()

@@ -24,10 +24,9 @@ from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
-from nero_lab.progress import NullObserver
 from nero_lab.protocol import constant
 from nero_lab.store import ReadOnlyStore, Store
-from nero_lab.sweep import train
+from nero_lab.sweep import RunObserver, train
 from nero_lab.tasks import TASKS
 
 
@@ -158,7 +157,7 @@ def test_image_damaged_in_mid_run_costs_no_step(tmp_path: Path, monkeypatch: pyt
     settings = task.settings("sgd-decay", epochs=2)
     intact = (folder / part).read_bytes()
 
-    class Damaging(NullObserver):
+    class Damaging(RunObserver):
         def begun(self, training: Supervised) -> None:
             begun.append(training.steps_done)
 
@@ -166,7 +165,7 @@ def test_image_damaged_in_mid_run_costs_no_step(tmp_path: Path, monkeypatch: pyt
             if training.epoch == 1 and training.step == 0:
                 damage(folder, part)
 
-    (whole,) = train(task, [settings], data, Store(tmp_path / "whole"), NullObserver())
+    (whole,) = train(task, [settings], data, Store(tmp_path / "whole"), RunObserver())
     with pytest.raises(DataError, match=r"does not decode .* the same command resumes"):
         train(task, [settings], data, Store(tmp_path / "broken"), Damaging())
     (folder / part).write_bytes(intact)

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from nero_lab.report.depth import draw, fill, read_study
+from nero_lab.report.depth.figure import draw
+from nero_lab.report.depth.study import read_study
+from nero_lab.report.depth.tables import fill
 from nero_lab.report.figures import save
 from nero_lab.store import write_bytes
 

@@ -23,7 +23,7 @@ class Network(NamedTuple):
     """A network of the paper, or a part of one.
 
     Attributes:
-        name: as the pages call it.
+        name: its name on the pages.
         task: the task that trains it.
         part: the submodule of the task's model; empty for all of it.
         tensors: the number of its tensors of neurons.

@@ -5,12 +5,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
-from nero_lab.report.markdown import render_table
-from nero_lab.report.pages import fill_blocks
+from nero_lab.report.markdown import fill_blocks, render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 
-#: How a task's metric is called, and turned into the number of a table.
+#: Name of a task's metric in the tables, and its conversion to their unit.
 MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
     "train_accuracy": ("train accuracy, %", lambda value: 100 * value),
     "test_accuracy": ("test accuracy, %", lambda value: 100 * value),
@@ -225,12 +224,12 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 
 def fill(page: str, study: Study) -> str:
-    """Return the page with all its tables made anew."""
+    """Return the page with its tables filled from the study."""
     return fill_blocks(page, lambda name: TABLES[name](study))
 
 
 def _beside(study: Study, variant: str, title: str, depths: Sequence[int]) -> str:
-    """Make a table of perceptrons, on seed 0, beside those of a variant of theirs."""
+    """Compare perceptrons on seed 0 with a variant of them."""
     by_depth = {"(0.06, without the bound)": ("unbounded", 0.06), '(`"auto"`)': ("auto", TRUST)}
     rows = []
     for layers in depths:

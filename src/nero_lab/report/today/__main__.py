@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from nero_lab.report.figures import save
-from nero_lab.report.today import fill, read_study
 from nero_lab.report.today.figures import FIGURES
+from nero_lab.report.today.study import read_study
+from nero_lab.report.today.tables import fill
 from nero_lab.store import write_bytes
 
 FOLDER = "docs/today"

@@ -121,7 +121,7 @@ def draw_curves(study: Study, task: str) -> Figure:
     return figure
 
 
-#: How the axis calls a curve of the records.
+#: Axis label of a curve of the records.
 CURVE_NAMES = {"valid_loss": "Validation loss in nats a token"}
 
 

@@ -37,7 +37,7 @@ class Goal:
     """The measure that decides a task; lower is better.
 
     Attributes:
-        name: as the pages call it.
+        name: its name on the pages.
         curve: the curve of the record that is drawn.
         result: the number of the record that decides, or None for the curve's last value.
         digits: the decimals of a table.

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 
-from nero_lab.report.markdown import plural, render_table
+from nero_lab.report.markdown import fill_blocks, plural, render_table
 from nero_lab.report.names import display_name
-from nero_lab.report.pages import fill_blocks
 from nero_lab.report.tables import NOT_RUN
 from nero_lab.report.today.figures import FIGURES, TARGET
 from nero_lab.report.today.study import OURS, SERIES, Run, Study, goal_of
@@ -222,7 +221,7 @@ TABLES: dict[str, Callable[[Study], str]] = {
 
 
 def fill(page: str, study: Study) -> str:
-    """Return the page with all its tables made anew."""
+    """Return the page with its tables filled from the study."""
     return fill_blocks(page, lambda name: TABLES[name](study))
 
 

@@ -1,4 +1,4 @@
-"""What this process is doing: whether it captures a CUDA graph, is traced, or trains with other processes."""
+"""The state of this process: whether it captures a CUDA graph, is traced, or trains with other processes."""
 
 import sys
 

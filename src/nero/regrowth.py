@@ -45,7 +45,7 @@ class Copy(NamedTuple):
 
 
 class Entrance:
-    """What an optimiser has assumed of neurons that may have grown from zero. Kept until its first step."""
+    """Assumptions of an optimiser about neurons that may have grown from zero, kept until its first step."""
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []

@@ -1,4 +1,4 @@
-"""What surrounds the training of a task: checks of all that could fail, the device, the data, and interrupts."""
+"""The surroundings of a training: checks of all that could fail, the device, the data, and interrupts."""
 
 import os
 import signal

@@ -118,6 +118,14 @@ def fit(names: Names, module: nn.Module, loader: object, epochs: int, **options:
     return trainer
 
 
+def test_group_added_through_lightning_enters_at_once():
+    lightning = pytest.importorskip("lightning")
+    optimiser, layer = nero.Nero(nn.Linear(8, 4)), nn.Linear(4, 3)
+    lightning.pytorch.core.optimizer.LightningOptimizer(optimiser).add_param_group({"params": layer})
+    assert nero.is_balanced(layer)
+    assert layer.weight in optimiser.state
+
+
 def test_lightning_optimiser_is_watched(run_section):
     names = run_section("Lightning")
     module = names["Regression"](names["make_network"](), lr=0.01)

@@ -49,7 +49,6 @@ BY_NAME: tuple[tuple[str, str], ...] = (
     (r"(?:\w+_)?(?:logit_scale(?:_\w+)?|per_dim_scale|temp|temperature|tau|const|sinks?)|log_\w+", "bias"),
     (r"(?:\w+_)?alphas?(?:_\w+)?|lambdas|lambda_[qk]\d|\w*freq(?:s|uencies)?", "bias"),
     (r"(?:\w+_)?gamma(?:_?\w+)?\d?|gamma\d|\w*layer_?scale\w*|ls\d*|lambda_?\d", "gain"),  # LayerScale
-    (r"ia3_l", "gain"),  # PEFT's IA3
     (r"(?:\w+_)?gain|(?:\w+_)?scale\d?|(?:vision|text)_param|(?:input|post_attention)_residual", "gain"),
     (r"\w+_projection(?:_weight)?", "io"),  # CLIP and Gemma 3, used as inputs @ projection
     (r"(?:\w+_)?pos(?:ition(?:s|al)?)?\d*(?:_\w+)?|(?:height|width)_rel", "positions"),
@@ -66,6 +65,7 @@ COEFFICIENT_TABLES: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Embedding, r"(?:\w+_)?relative_attention_bias|rel_attn_embed|bias_values"),  # T5, WavLM: (buckets, heads)
     (nn.Embedding, r"(?:\w+_)?ref(?:erence_)?points?(?:_embed\w*)?"),  # boxes of detection queries: (queries, 4)
     (nn.Linear, r"rel_pos(?:_[xy])?_bias"),  # LayoutLMv3, of one-hot buckets
+    (nn.ParameterDict, "ia3_l"),  # PEFT's IA3: (1, width), by adapter
 )
 
 # WeightNorm, SpectralNorm and the like normalise weights: they hold neurons

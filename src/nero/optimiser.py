@@ -107,12 +107,13 @@ class Nero(UnseenState):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
-    _plan: LocalPlan | None = None
+    # no defaults here: wrappers such as Lightning's inherit this class, and ask the optimiser only for what they lack
+    _plan: LocalPlan | None
     _depth_counter: DepthCounter
     _entrance: Entrance
-    _pretrained: bool | None = None
+    _pretrained: bool | None
     _changes: OptionChanges
-    _is_made = False
+    _is_made: bool
 
     @explain_positional_options("nero.Nero")
     def __init__(
@@ -173,7 +174,7 @@ class Nero(UnseenState):
                 )
             check_countable(params)
         check_options(defaults)
-        self._pretrained = pretrained
+        self._pretrained, self._is_made = pretrained, False
         self._roles: dict[Tensor, Role] = {}
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
@@ -300,7 +301,7 @@ class Nero(UnseenState):
             for name in MISSING_IN_OLD_CHECKPOINTS:
                 options.setdefault(name, OPTIONS[name].default)
         self._roles = {}  # a copy has other parameters, a loaded state other options
-        self._is_made = True
+        self._pretrained, self._is_made = getattr(self, "_pretrained", None), True
         self._reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -354,6 +355,7 @@ class Nero(UnseenState):
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
+        self._plan = getattr(self, "_plan", None)
         self._entrance = getattr(self, "_entrance", None) or Entrance()
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()

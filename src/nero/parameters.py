@@ -60,7 +60,9 @@ def _check_kind(name: str, parameter: Tensor) -> None:
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} is laid out as {parameter.layout}: hold it as a dense parameter")
     check_memory(name, parameter)
-    if any(stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)):
+    if parameter.numel() and any(
+        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    ):
         raise ValueError(
             f"{name} is expanded, so its elements share memory: hold a copy, as nn.Parameter(tensor.clone())"
         )

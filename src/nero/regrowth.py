@@ -151,12 +151,13 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
     """Add the radius to a loaded state that lacks it, though neurons of the loaded model have grown from zero.
 
     ``torch.distributed.checkpoint`` reads only what the optimiser already holds. One that was made on a model without
-    zero neurons has no radius. But neurons that were balanced in bf16 and then cast have none to miss.
+    zero neurons has no radius. A tensor whose neurons are all balanced to the rounding of bf16 was cast and misses none.
     """
     missing = [part for part in parts if has_entered(own := loaded.get(part.parameter, {})) and "radius" not in own]
-    grown = find_grown(parts, torch.bfloat16)[0] if missing else {}
+    grown = find_grown(parts)[0] if missing else {}
+    not_cast = find_grown(parts, torch.bfloat16)[0] if grown else {}
     for _, parameter, role, group in missing:
-        if parameter in grown:
+        if parameter in grown and parameter in not_cast:
             radius = initial_radius(parameter, role, group["fix_norm"], grown[parameter])
             if radius is not None:
                 loaded[parameter]["radius"] = sharding_of(parameter, role).as_state(radius)

@@ -152,7 +152,7 @@ def _role_of_original(
     """Return the role of a tensor behind a parametrization: the layer's, if it has the shape that the layer uses."""
     if isinstance(originals[0], _WeightNorm) and name == "original0":
         return Role("gain", (), why="weight_norm's length")
-    if isinstance(originals[0], _Orthogonal):
+    if any(isinstance(each, _Orthogonal) for each in originals):
         return Role("bias", (), why="orthogonal's coordinates of a rotation")
     if parameter.shape == _shape_made(originals):
         role = _role_in_layer(layer, "", tensor_name, tuple(parameter.shape))
@@ -189,10 +189,7 @@ def _role_in_layer(module: nn.Module, attribute: str, name: str, shape: tuple[in
     layers = tuple(base.__name__ for base in type(module).__mro__)
     if isinstance(module, nn.ParameterList):
         name = attribute  # its own names are numbers
-    found = known_layers.rule_of(layers, name, len(shape))
-    if found is None and isinstance(module, nn.ParameterDict):
-        found = known_layers.rule_of(layers, attribute, len(shape))
-    rule, is_by_name = found or ("", False)
+    rule, is_by_name = known_layers.rule_of(layers, name, len(shape)) or ("", False)
     if known_layers.is_norm(layers) and rule in ("", "gain"):
         known = _role_in_norm(module, name)
     elif rule:

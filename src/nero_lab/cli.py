@@ -240,8 +240,8 @@ def plan(
     console.print(*lines_of(cells, known), sep="\n")
     if not run:
         return
-    if any(cell.missing for cell in cells if cell.task.dataset == "imagenet"):
-        console.print("imagenet has processes of its own: make its runs by `nero sweep imagenet --no-grid`")
+    for name in sorted({cell.task.name for cell in cells if cell.missing and cell.task.dataset == "imagenet"}):
+        console.print(f"{name} has processes of its own: make its runs by `nero sweep {name} --no-grid`")
     runs = list(dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing))
     for settings in runs:
         check_precision(settings.precision, find_device(device))

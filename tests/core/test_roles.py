@@ -456,7 +456,7 @@ def test_table_of_coefficients_is_known_by_its_attribute(name):
 def test_scales_of_peft_are_no_neurons():
     dora = owner("DoraConv2dLayer", weight=(1, 8, 1, 1))
     model = nn.ModuleDict({"ia3_l": nn.ParameterDict({"default": torch.ones(1, 8)}), "magnitudes": dora})
-    assert roles_of(model) == {"ia3_l.default": GAIN, "magnitudes.weight": BIAS}
+    assert roles_of(model) == {"ia3_l.default": BIAS, "magnitudes.weight": BIAS}
 
 
 @pytest.mark.parametrize("name", ["gamma", "pos_embed", "logit_scale", "bias", "text_projection"])

@@ -194,6 +194,25 @@ def test_neurons_balanced_in_bf16_keep_both_constraints_after_a_cast(is_resumed:
     assert nero.is_balanced(model)
 
 
+def test_radii_that_a_checkpoint_lacks_are_found_for_every_grown_neuron():
+    """torch.distributed.checkpoint reads only what the new optimiser has; in bf16, wide neurons would look balanced."""
+    model = nn.Sequential(nn.Linear(8, 1024, bias=False), nn.Linear(1024, 64, bias=False))
+    nn.init.zeros_(model[1].weight)
+    optimiser = nero.Nero(model, lr=0.05)
+    model[0].weight.grad, model[1].weight.grad = torch.zeros(1024, 8), torch.randn(64, 1024)
+    for _ in range(60):
+        optimiser.step()
+    saved = copy.deepcopy(optimiser.state_dict())
+    for state in saved["state"].values():
+        radius = state.pop("radius", None)
+    assert (radius < 0).all()
+    new = copy.deepcopy(model)
+    other = nero.Nero(new.apply(lambda layer: isinstance(layer, nn.Linear) and layer.reset_parameters()))
+    new.load_state_dict(model.state_dict())
+    other.load_state_dict(saved)
+    assert (other.state[new[1].weight]["radius"] < 0).all()
+
+
 def test_new_head_of_a_trained_body_is_balanced_if_asked():
     body = nero.balance_(nn.Linear(6, 16))
     model = nn.Sequential(body, nn.Linear(16, 3))

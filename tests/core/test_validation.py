@@ -241,6 +241,7 @@ def test_expanded_parameter_raises_before_anything_changes():
     with pytest.raises(ValueError, match="parameter 1 of group 0 is expanded"):
         nero.Nero([nn.Parameter(weight), nn.Parameter(torch.randn(1, 6).expand(3, 6))])
     assert torch.equal(weight, before)
+    nero.Nero([nn.Parameter(weight), nn.Parameter(torch.zeros(1).expand(0, 5))])  # empty: nothing is shared
 
 
 def test_lazy_parameter_raises():

@@ -212,7 +212,8 @@ def balance_after_step(
     check_option("fix_norm", fix_norm)
     optimiser = unwrapped(optimiser)
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
-        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer, got {optimiser!r}")
+        kind = type(optimiser).__name__
+        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer first, then the model; got {kind} first")
     neurons = [
         (parameter, role, 1.0 if (radius := initial_radius(parameter, role, fix_norm)) is None else radius)
         for _, parameter, role in _neurons(model, frozen=True)

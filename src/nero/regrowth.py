@@ -151,7 +151,7 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
     """Add the radius to a loaded state that lacks it, though neurons of the loaded model have grown from zero.
 
     ``torch.distributed.checkpoint`` reads only what the optimiser already holds. One that was made on a model without
-    zero neurons has no radius. A tensor whose neurons are all balanced to the rounding of bf16 was cast and misses none.
+    zero neurons has no radius. A tensor that is balanced to the rounding of bf16 was cast, and lacks none.
     """
     missing = [part for part in parts if has_entered(own := loaded.get(part.parameter, {})) and "radius" not in own]
     grown = find_grown(parts)[0] if missing else {}

@@ -67,7 +67,7 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
         'gain'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}: give the model itself")
     claims: dict[int, list[tuple[str, Role]]] = {}
     for name, role, parameter in _claims(model):
         claims.setdefault(id(parameter), []).append((name, role))

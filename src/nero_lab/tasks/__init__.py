@@ -20,7 +20,7 @@ def task_named(name: str, *optimisers: str) -> Task:
             their grid (:func:`nero_lab.tasks.depth.by_depth`). Otherwise it comes as it is.
     """
     if name not in TASKS:
-        close = get_close_matches(name, TASKS, 1)
+        close = [task for task in TASKS if task.startswith(name)] or get_close_matches(name, TASKS, 1)
         fix = f"did you mean {close[0]}?" if close else f"take one of {', '.join(TASKS)}"
         raise SettingError(f"there is no task {name!r}: {fix}")
     if depth.FORMS.keys().isdisjoint(optimisers):

@@ -171,7 +171,7 @@ def draw_transfer(study: Study) -> Figure:
             axes.xaxis.set_minor_formatter(NullFormatter())  # within a decade their labels would overlap
             _tick_rates(axes, [rate for found in searches[contender] for rate in found])
             style_axes(axes, "learning rate" if is_last else "", "")
-            _title(axes, contender, "")
+            _title(axes, contender, f"by {kind}")
             axes.tick_params(labelsize=8.5)
             axes.set_ylabel(goal_of(tasks[0]).name if not column else "", fontsize=9)
         handles += [

@@ -109,14 +109,14 @@ def test_times_of_all_tasks_are_recorded(tmp_path: Path):
     for name, steps in (("cgan", 20), ("pong", 80 * 144)):
         row = rows.pop(name)
         assert row["seconds_an_epoch"] == pytest.approx(steps * row["milliseconds_a_step"] / 1e3, rel=0.02)
-        assert row["seconds_in_full"] >= 0.9 * suite.TASKS[name].epochs * row["seconds_an_epoch"]
+        assert row["seconds_in_full"] >= 0.9 * suite.TASKS[name].epochs * row["seconds_an_epoch"] - 0.05  # of rounding
     script = rows.pop(suite.SCRIPT_TASK)
     ours = rows["mnist-deep"]["milliseconds_a_step"]
     assert script["times_ours"] == pytest.approx(script["milliseconds_a_step"] / ours, rel=0.02, abs=0.01)
     for name, row in rows.items():
         # a tenth of 160 examples is two batches of eight; the recorded epoch has twenty
         assert row["seconds_an_epoch"] == pytest.approx(20 * row["milliseconds_a_step"] / 1e3, rel=0.02, abs=2e-3)
-        assert row["seconds_in_full"] >= 0.9 * suite.TASKS[name].epochs * row["seconds_an_epoch"]
+        assert row["seconds_in_full"] >= 0.9 * suite.TASKS[name].epochs * row["seconds_an_epoch"] - 0.05  # of rounding
 
 
 @pytest.mark.usefixtures("small_suite")

@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 
 from nero import backends
 from nero.groups import name_of
-from nero.process import is_one_of_several
 from nero.roles import Role
 from nero.rounding import cast
 from nero.rule import statistics_dtype
@@ -234,7 +233,8 @@ class LocalPlan:
         self._shards = Shards(shards) if shards else None
         self.has_shards = bool(shards)
         self._plan: backends.Plan = backends.Plan(param_groups, state, groups, None if before is None else before._plan)
-        self._may_be_idle = not shards and is_one_of_several()
+        distributed = torch.distributed
+        self._may_be_idle = not shards and distributed.is_available() and distributed.is_initialized()
 
     def covers(self, param_groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]] | None) -> bool:
         """Return whether the plan still holds, as :meth:`nero.backends.Plan.covers` does, also for shards."""
@@ -256,7 +256,7 @@ class LocalPlan:
             self._shards.finish()
 
     def warn_if_idle(self, parameters: Sequence[Tensor]) -> None:
-        """Warn, once, if no process shards a parameter, and the first step finds no gradient."""
+        """Warn, once, if a distributed run has no sharded parameter, and its first step no gradient."""
         if self._may_be_idle and all(parameter.grad is None for parameter in parameters):
             warn(
                 "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard "

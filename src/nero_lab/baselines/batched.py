@@ -5,8 +5,6 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, overload
 
 import torch
@@ -109,35 +107,6 @@ def check_lr(lr: object) -> None:
 def check_beta(name: str, beta: object) -> None:
     """Raise if the decay of a running average is not in [0, 1)."""
     check_number(name, beta, "in [0, 1), like 0.999", lambda x: 0 <= x < 1)
-
-
-def kernels_work(device: torch.device) -> bool:
-    """Tell whether Triton's kernels run on the device. Under torch.compile the plain step is fused instead."""
-    return not torch.compiler.is_compiling() and _launches(device)
-
-
-@cache
-def _launches(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    try:
-        from nero_lab.baselines import kernels
-
-        with on(device):
-            some = torch.zeros(16, device=device)
-            kernels.madam[(1,)](
-                some, some, some, some, some, 16, 0.9, 0.1, 1.0, 1.0, 1e-30, BLOCK=16, enable_fp_fusion=True
-            )
-    except torch.OutOfMemoryError:
-        raise  # Triton may still work
-    except Exception:  # not installed, no C compiler, an unknown GPU, ...
-        return False
-    return True
-
-
-def on(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device current: Triton launches on the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def alike(*tensors: Tensor) -> bool:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work, on
+from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number
+from nero_lab.launch import kernels_work, on
 
 #: The greatest norm of a tensor that the trust ratio counts.
 MAX_NORM = 10.0
@@ -119,7 +120,7 @@ def _rates(options: dict[str, Any], weight_norms: Tensor, update_norms: Tensor) 
 
 def _step_by_kernels(options: dict[str, Any], large: list[Member]) -> None:
     """Step large tensors in two passes each; :func:`_step_together` makes nine."""
-    from nero_lab.baselines import kernels
+    from nero_lab import kernels
 
     (beta1, beta2), eps = options["betas"], options["eps"]
     sums = torch.empty(len(large), PROGRAMS, 2, device=large[0][0].device)

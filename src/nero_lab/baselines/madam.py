@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number, kernels_work, on
+from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number
+from nero_lab.launch import kernels_work, on
 
 #: Weights that a program of the kernel steps.
 BLOCK = 1024
@@ -121,7 +122,7 @@ def _launch(
     clip: float,
 ) -> None:
     """Step one tensor in one pass; the plain step makes twenty."""
-    from nero_lab.baselines import kernels
+    from nero_lab import kernels
 
     count, tiny = weight.numel(), torch.finfo(weight.dtype).tiny
     kernels.madam[(-(-count // BLOCK),)](

@@ -1,11 +1,11 @@
 """Transformers: a language model without layer norm, and a translator."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nero_lab.models.attention import Layout, MultiHeadAttention
 from nero_lab.models.dropout import Dropout
 
 
@@ -96,84 +96,24 @@ def language_model(
     return nn.Sequential(Embedding(words, width, max_length, dropout), *blocks, decoder)
 
 
-class _Gather(torch.autograd.Function):
-    """Row selection whose gradient is a row selection, too, by the inverse index."""
+class TranslatorLayer(nn.Module):
+    """Attentions, then a feed-forward layer; each residual and followed by layer norm.
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, chosen: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return values.index_select(0, chosen)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0].index_select(0, *ctx.saved_tensors), None, None
-
-
-class Layout:
-    """Conversion between a line, all words of a batch in sequence, and padded rows, one per sentence and head.
-
-    More than half of the rows is padding. So layers that treat each word alone run on the line, and attention on the
-    rows. Blanks receive no gradient.
-
-    Args:
-        shape: shape of the rows, (N, L).
-        positions: positions of the line's words in the flattened rows. Unless these are all positions, the last one is
-            a blank, which stands for every blank that is left out.
-        heads: number of heads.
+    A layer of the encoder attends to its own words; one of the decoder to earlier words, then to the encoder's.
     """
 
-    def __init__(self, shape: torch.Size, positions: Tensor, heads: int) -> None:
-        self.shape = (heads, *shape)
-        line, head = (torch.arange(count, device=positions.device) for count in (len(positions), heads))
-        order = line[-1].repeat(shape.numel()).index_copy_(0, positions, line)
-        self._rows_from_line = (order * heads + head[:, None]).flatten()
-        self._line_from_rows = (positions[:, None] + shape.numel() * head).flatten()
-
-    def rows(self, line: Tensor) -> Tensor:
-        """Split a line between heads and lay it out in rows: (heads, N, L, width)."""
-        heads = self.shape[0]
-        split = line.view(len(line) * heads, -1)
-        rows = _Gather.apply(split, self._rows_from_line, self._line_from_rows)  # type: ignore[no-untyped-call]
-        return rows.view(*self.shape, -1)  # type: ignore[no-any-return]
-
-    def line(self, rows: Tensor) -> Tensor:
-        """Lay rows out in a line and join the heads."""
-        line = _Gather.apply(rows.flatten(0, 2), self._line_from_rows, self._rows_from_line)  # type: ignore[no-untyped-call]
-        return line.view(-1, self.shape[0] * rows.shape[-1])  # type: ignore[no-any-return]
-
-
-class MultiHeadAttention(nn.Module):
-    """Attention without biases, of one sentence to itself or to another, with a mask."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float, is_decoder: bool) -> None:
         super().__init__()
-        self.scale = math.sqrt(width // heads)
-        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.dropout = Dropout(dropout)
-
-    def forward(self, words: Tensor, layout: Layout, others: Tensor, other_layout: Layout, mask: Tensor) -> Tensor:
-        queries = layout.rows(self.queries(words))
-        keys, values = (other_layout.rows(layer(others)) for layer in (self.keys, self.values))
-        scores = queries @ keys.mT / self.scale
-        weights = self.dropout(scores.masked_fill(mask, -1e9).softmax(-1))  # not -inf: a row may be all blanks
-        return self.out(layout.line(weights @ values))  # type: ignore[no-any-return]
-
-
-class TranslatorLayer(nn.Module):
-    """Attentions, then a feed-forward layer; each residual and followed by layer norm."""
-
-    def __init__(self, width: int, heads: int, hidden: int, dropout: float, attentions: int) -> None:
-        super().__init__()
-        self.attentions = nn.ModuleList(MultiHeadAttention(width, heads, dropout) for _ in range(attentions))
+        self.attentions = nn.ModuleList([MultiHeadAttention(width, heads, dropout, is_causal=is_decoder)])
+        if is_decoder:
+            self.attentions.append(MultiHeadAttention(width, heads, dropout))
         self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
         self.dropout = Dropout(dropout)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
 
-    def forward(self, words: Tensor, layout: Layout, mask: Tensor, *others: tuple[Tensor, Layout, Tensor]) -> Tensor:
-        """Attend to the words themselves, then to others; each comes with its layout and mask."""
-        for attention, attended in zip(self.attentions, (None, *others), strict=True):
-            update = attention(words, layout, *((words, layout, mask) if attended is None else attended))
-            words = self.norm(words + self.dropout(update))
+    def forward(self, words: Tensor, layout: Layout, *encoded: tuple[Tensor, Layout]) -> Tensor:
+        for attention, others in zip(self.attentions, ((), *encoded), strict=True):
+            words = self.norm(words + self.dropout(attention(words, layout, *others)))
         return self.norm(words + self.dropout(self.feed_forward(words)))  # type: ignore[no-any-return]
 
 
@@ -208,10 +148,8 @@ class Translator(nn.Module):
         self.heads = heads
         self.embedding = Embedding(words, width, max_length, dropout, scaled)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.encoder = nn.ModuleList(TranslatorLayer(width, heads, hidden, dropout, 1) for _ in range(layers))
-        self.decoder = nn.ModuleList(TranslatorLayer(width, heads, hidden, dropout, 2) for _ in range(layers))
-        self.register_buffer("later", torch.ones(max_length, max_length, dtype=torch.bool).triu(1), persistent=False)
-        self.later: Tensor
+        self.encoder = nn.ModuleList(TranslatorLayer(width, heads, hidden, dropout, False) for _ in range(layers))
+        self.decoder = nn.ModuleList(TranslatorLayer(width, heads, hidden, dropout, True) for _ in range(layers))
         for weight in self.parameters():
             if weight.dim() > 1:
                 nn.init.xavier_uniform_(weight)
@@ -229,25 +167,21 @@ class Translator(nn.Module):
         """
         source, target = pairs.unbind(1)
         source_positions, target_positions = (None, None) if positions is None else positions.unbind()
-        logits = self.decode(target, *self.encode(source, source_positions), target_positions)
+        logits = self.decode(target, self.encode(source, source_positions), target_positions)
         return logits if positions is not None else logits.view(*target.shape, -1)
 
-    def encode(self, source: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Layout, Tensor]:
-        """Encode (N, L) words into a line; return it with its layout and the mask of blanks."""
+    def encode(self, source: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Layout]:
+        """Encode (N, L) words into a line; return it with its layout."""
         words, layout = self._embed(source, positions)
-        blanks = (source == 0)[:, None]
         for layer in self.encoder:
-            words = layer(words, layout, blanks)
-        return words, layout, blanks
+            words = layer(words, layout)
+        return words, layout
 
-    def decode(
-        self, target: Tensor, encoded: Tensor, layout: Layout, blanks: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, target: Tensor, encoded: tuple[Tensor, Layout], positions: Tensor | None = None) -> Tensor:
         """Return the logits of the word after each of (N, L) words, in a line, given the encoded source."""
-        words, own_layout = self._embed(target, positions)
-        causal_mask = self.later[: target.shape[1], : target.shape[1]]
+        words, layout = self._embed(target, positions)
         for layer in self.decoder:
-            words = layer(words, own_layout, causal_mask, (encoded, layout, blanks))
+            words = layer(words, layout, encoded)
         return nn.functional.linear(words, self.embedding.words.weight)
 
     def _embed(self, words: Tensor, positions: Tensor | None) -> tuple[Tensor, Layout]:
@@ -256,10 +190,9 @@ class Translator(nn.Module):
                 f"rows must have at most {most} words, with their ends and padding, got {words.shape[1]}: leave out "
                 "the longest sentences, or build the translator with a larger max_length"
             )
-        if positions is None:
-            positions = torch.arange(words.numel(), device=words.device)
-        line = self.embedding(words.flatten()[positions], positions % words.shape[1])
-        return self.norm(line), Layout(words.shape, positions, self.heads)
+        layout = Layout(words, positions, self.heads)
+        line = self.embedding(words.flatten()[layout.positions], layout.positions % words.shape[1])
+        return self.norm(line), layout
 
     @torch.no_grad()
     def translate(self, source: Tensor, begin: int, end: int, max_length: int) -> Tensor:
@@ -274,7 +207,7 @@ class Translator(nn.Module):
         encoded = self.encode(source)
         written = torch.full((len(source), 1), begin, device=source.device)
         for _ in range(max_length):
-            likeliest = self.decode(written, *encoded).view(*written.shape, -1)[:, -1].argmax(-1, keepdim=True)
+            likeliest = self.decode(written, encoded).view(*written.shape, -1)[:, -1].argmax(-1, keepdim=True)
             written = torch.cat([written, likeliest], 1)
             if bool((written == end).any(1).all()):
                 break

@@ -5,11 +5,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from interpreter import INTERPRETED
 from lab.helpers import make_data
 from torch import nn
 
 import nero
 from nero_lab.data import pairs
+from nero_lab.models import attention
 from nero_lab.models.dropout import Dropout
 from nero_lab.models.transformer import Translator, language_model
 
@@ -146,6 +148,78 @@ def test_translator_packed_words_match_padded_rows(monkeypatch):
             F.cross_entropy(logits, wanted, reduction="sum").backward()
             found.append((logits[wanted >= 0], [each.grad.clone() for each in ours.parameters()]))
         torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Return the device on which Triton's kernels run: a GPU, or the CPU by Triton's interpreter."""
+    pytest.importorskip("triton")
+    if INTERPRETED:
+        monkeypatch.setattr(attention, "kernels_work", lambda _: True)
+    return "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("positions_multiple", [1, 4])
+def test_attention_kernel_matches_padded_rows(kernels, monkeypatch, positions_multiple):
+    """Compare outputs and all gradients, with sentences of many lengths and heads of an odd width."""
+    monkeypatch.setattr(pairs, "POSITIONS_MULTIPLE", positions_multiple)
+    data = make_data("multi30k", examples=7, tests=3).to(kernels)
+    torch.manual_seed(0)
+    model = Translator(len(data.vocabulary), width=18, heads=3, hidden=8, layers=2, dropout=0.0).to(kernels)
+    launched = []
+    attend = attention._attend
+    monkeypatch.setattr(attention, "_attend", lambda *args: launched.append(args) or attend(*args))
+    for words, places, labels in data.train.batches(4):
+        found = []
+        for most in (64, 0):
+            monkeypatch.setattr(attention, "MAX_KERNEL_LENGTH", most)
+            model.zero_grad()
+            logits = model(words, places)
+            F.cross_entropy(logits, labels, reduction="sum").backward()
+            found.append((logits[labels >= 0], [each.grad.clone() for each in model.parameters()]))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert len(launched) == len(data.train.batches(4)) * 6  # of 2 + 4 attentions
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_kernel_dropout_follows_its_mask(kernels, is_causal):
+    """Read the mask off values that are unit vectors, and compare with softmax, mask and product."""
+    torch.manual_seed(0)
+    heads, length = 2, 16
+    lengths = torch.tensor([16, 5], device=kernels)
+    starts = lengths.cumsum(0) - lengths
+    own = torch.randn(21, heads * length, device=kernels)
+    other = torch.randn(21, 2 * heads * length, device=kernels)
+
+    def attend(own, other, seed=3):
+        return attention._attend(
+            own, other, torch.tensor(seed, device=kernels), starts, lengths, starts, lengths, heads, length, 4.0, 0.5,
+            is_causal, True,
+        )  # fmt: skip
+
+    units = torch.eye(length, device=kernels).repeat(2, heads)[:21]
+    uniform = torch.cat([torch.zeros_like(units), units], 1)
+    assert torch.equal(attend(own, uniform), attend(own, uniform))
+    assert not torch.equal(attend(own, uniform), attend(own, uniform, seed=4))
+    expected, kept = torch.zeros_like(own), []
+    own.requires_grad_()
+    other.requires_grad_()
+    for start, count in zip(starts.tolist(), lengths.tolist(), strict=True):
+        for head in range(heads):
+            rows, columns = slice(start, start + count), slice(head * length, (head + 1) * length)
+            queries, keys, values = own[rows, columns], *(part[rows, columns] for part in other.chunk(2, 1))
+            seen = torch.ones(count, count, dtype=torch.bool, device=kernels).tril() if is_causal else None
+            mask = attend(torch.zeros_like(own), uniform)[rows, columns][:, :count] > 0
+            kept.append(mask[seen].float().mean() if is_causal else mask.float().mean())
+            scores = queries @ keys.T / 4
+            weights = (scores if seen is None else scores.masked_fill(~seen, -math.inf)).softmax(1)
+            expected[rows, columns] = weights * mask * 2 @ values
+    torch.testing.assert_close(attend(own, other), expected, rtol=1e-4, atol=1e-5)
+    ours = torch.autograd.grad(attend(own, other).square().sum(), (own, other))
+    torch.testing.assert_close(ours, torch.autograd.grad(expected.square().sum(), (own, other)), rtol=1e-4, atol=1e-4)
+    assert 0.3 < sum(kept) / len(kept) < 0.7
 
 
 def test_translator_tensors_match_the_paper():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -17,6 +18,7 @@ from nero_lab.image_metrics.frechet import Gaussian
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.training import (
     Training,
+    compile_in_place,
     copy_to_cpu,
     load_network,
     load_optimiser,
@@ -134,9 +136,12 @@ class Adversarial(Training):
         self.lr = torch.zeros((), device=self.device)
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # of LOSSES
         networks = dict(self.pair.named_children())
+        self._is_compiled = self.task.is_compiled and self.device.type == "cuda"
         shared = {key: value for key, value in contender.options.items() if key not in networks}
         self.optimisers = {}
         for name, network in networks.items():
+            if self._is_compiled:
+                compile_in_place(network)
             options = {**shared, **contender.options.get(name, {})}
             self.optimisers[name] = baselines.make(contender.optimiser, network, self.lr, **options)
             baselines.prime(self.optimisers[name])
@@ -153,7 +158,7 @@ class Adversarial(Training):
         self.pair.train()
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
-        with matmul_precision(self.settings.precision):
+        with self._compiled_if(len(images) == self.task.batch), matmul_precision(self.settings.precision):
             discriminator_loss = self._update_discriminator(images, labels)
             generator_loss = self._update_generator(labels)
         with torch.no_grad():
@@ -177,6 +182,10 @@ class Adversarial(Training):
         loss.backward(inputs=list(generator.parameters()))  # type: ignore[no-untyped-call]
         self.optimisers["generator"].step()
         return loss
+
+    def _compiled_if(self, is_frequent: bool) -> AbstractContextManager[Any]:
+        """Run compiled code for frequent shapes only: each shape takes most of a minute to compile."""
+        return torch.compiler.set_stance("force_eager") if self._is_compiled and not is_frequent else nullcontext()
 
     def _draw_noise(self, count: int) -> Tensor:
         return torch.randn(count, self.pair.generator.noise, generator=self.random, device=self.device)
@@ -221,7 +230,7 @@ class Adversarial(Training):
         self.pair.generator.eval()
         noise = self._reported_batches("generates images", self._fixed_noise)
         labels = torch.split(self._fixed_labels, METRIC_BATCH)
-        with matmul_precision(self.settings.precision):
+        with self._compiled_if(False), matmul_precision(self.settings.precision):
             return torch.cat([self.pair.generator(*batch) for batch in zip(noise, labels, strict=True)])
 
     def _reported_batches(self, activity: str, rows: Tensor) -> Iterator[Tensor]:

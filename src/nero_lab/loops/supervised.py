@@ -15,6 +15,7 @@ from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.training import (
     Training,
     autocast,
+    compile_in_place,
     copy_to_cpu,
     count_bytes,
     load_network,
@@ -28,8 +29,6 @@ from nero_lab.protocol import Contender, SettingError, Settings, Task
 
 #: Steps of the next epoch that are queued before the host waits for the last epoch's metrics, to keep a GPU busy.
 READ_DELAY_STEPS = {"cuda": 8, "cpu": 0}
-#: Variants of a compiled block (shapes of batches, training or evaluation) before torch would run it uncompiled.
-RECOMPILE_LIMIT = 64
 
 
 class Supervised(Training):
@@ -299,12 +298,9 @@ def _compile(model: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
 
     Blocks with the same code compile once for all layers and for all runs of a sweep, which the whole model would not.
     """
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     for block in [block for module in lists for block in module] or [model]:
-        block.compile(dynamic=False)
+        compile_in_place(block)
     return torch.compile(_measure, dynamic=False)
 
 

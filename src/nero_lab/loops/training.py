@@ -19,6 +19,8 @@ from nero_lab.protocol import Precision, SettingError, Settings, Task
 MISMATCH_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 #: Subclasses of these that have other causes.
 UNRELATED_ERRORS = (SettingError, DataError, torch.OutOfMemoryError, torch.AcceleratorError)
+#: Variants of compiled code (shapes of batches, training or evaluation, runs) before torch would run it uncompiled.
+RECOMPILE_LIMIT = 64
 
 
 class StateError(ValueError):
@@ -303,6 +305,14 @@ def _require_same_kind(name: str, value: Any, wanted: Any) -> None:
 
 def _kind(value: Any) -> str:
     return f"a {value.dtype} tensor shaped {tuple(value.shape)}" if isinstance(value, Tensor) else "a plain value"
+
+
+def compile_in_place(module: nn.Module) -> None:
+    """Compile a module for the shapes that it meets."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, RECOMPILE_LIMIT)
+    module.compile(dynamic=False)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ task = Task(
     loop=Adversarial,
     seconds=Seconds(1302, 513, None),
     side_by_side=2,
+    is_compiled=True,
 )
 
 #: The paper's search over momentum, {0, 0.9}: the other half of it, for both networks, at each optimiser's rate without

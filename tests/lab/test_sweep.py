@@ -355,6 +355,15 @@ def test_plan_ignores_runs_of_other_settings(changes):
     assert missing(cells, "nero", "seeds")[0] == [(0.01, 0), (0.01, 1), (0.01, 2)]
 
 
+def test_plan_names_runs_on_a_stand_in_as_missing():
+    data = "cats-3-classes-1200-images-of-64-0123abcd"
+    _, nero, sgd, total, note = lines_of(cells_of([TASK], [record("nero", 0.01, data=data)], None), None)
+    assert nero.split()[-4:] == ["1", "on", "a", "stand-in"]
+    assert "stand-in" not in sgd
+    assert total.startswith("8 runs are missing")
+    assert f"{TASK.name} was run on cats (3 classes, 1,200 images)" in note
+
+
 def test_plan_of_a_study_takes_the_best_rate_of_a_whole_search():
     task = replace(TASK, study="today", seeds=2)
     half = cells_of([task], [record("nero", 0.01)], None)

@@ -32,6 +32,7 @@ from nero_lab.session import (
     check_precision,
     exit_if_stopped,
     find_device,
+    load_data,
     ray_session,
     training_session,
 )
@@ -253,6 +254,8 @@ def plan(
         check_precision(settings.precision, where)
     for each in {cell.task.name: cell.task for cell in cells if cell.missing}.values():
         Store(records).check(each, bytes_needed(each, run))
+    for name in sorted({cell.task.dataset for cell in cells if cell.missing} - {"imagenet"}):
+        load_data(console, name, data)  # downloads what is missing, before many processes do
     with exit_if_stopped(console):
         train_in_processes(
             list(seconds), data, where, records, run, minutes=minutes, say=console.print, seconds=seconds

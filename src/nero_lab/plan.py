@@ -79,7 +79,7 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
     times = [f"about {duration(seconds)} on an NVIDIA H200, one by one"] if seconds else []
     if not_timed:
         times.append(f"{not_timed} of them were never timed" if seconds else "their times are not known")
-    yield f"{total} runs are missing" + (f": {', '.join(times)}" if times else "")
+    yield f"{total} runs are missing" + (f": {'; '.join(times)}" if times else "")
     for data, task in stand_ins.items():
         yield f"a stand-in: {task} was run on {dataset_name(data)}; runs on a stand-in count as missing"
     if any(cell.part == "seeds" and not cell.wanted for cell in cells):

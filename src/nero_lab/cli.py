@@ -32,6 +32,7 @@ from nero_lab.session import (
     check_precision,
     exit_if_stopped,
     find_device,
+    load_data,
     ray_session,
     training_session,
 )
@@ -242,13 +243,23 @@ def plan(
         return
     for name in sorted({cell.task.name for cell in cells if cell.missing and cell.task.dataset == "imagenet"}):
         console.print(f"{name} has processes of its own: make its runs by `nero sweep {name} --no-grid`")
-    runs = list(dict.fromkeys(each for cell in cells if cell.task.dataset != "imagenet" for each in cell.missing))
-    for settings in runs:
-        check_precision(settings.precision, find_device(device))
+    where = find_device(device)
+    seconds = {
+        settings: cell.task.seconds.on(where.type, settings.precision)
+        for cell in cells
+        if cell.task.dataset != "imagenet"
+        for settings in cell.missing
+    }
+    for settings in seconds:
+        check_precision(settings.precision, where)
     for each in {cell.task.name: cell.task for cell in cells if cell.missing}.values():
         Store(records).check(each, bytes_needed(each, run))
+    for name in sorted({cell.task.dataset for cell in cells if cell.missing} - {"imagenet"}):
+        load_data(console, name, data)  # downloads what is missing, before many processes do
     with exit_if_stopped(console):
-        train_in_processes(runs, data, find_device(device), records, run, minutes=minutes, say=console.print)
+        train_in_processes(
+            list(seconds), data, where, records, run, minutes=minutes, say=console.print, seconds=seconds
+        )
 
 
 @app.command()

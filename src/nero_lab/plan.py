@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from nero_lab.progress import duration
 from nero_lab.protocol import Precision, Settings, Task, best_rate
+from nero_lab.report.names import dataset_name
 
 
 class Cell(NamedTuple):
@@ -13,6 +14,7 @@ class Cell(NamedTuple):
     Attributes:
         wanted: the number of runs of the protocol; 0 for seeds whose rate a search has yet to find.
         missing: the runs that are not on record.
+        stand_ins: the missing runs that are on record with a stand-in for the task's data, and its name.
     """
 
     task: Task
@@ -20,6 +22,7 @@ class Cell(NamedTuple):
     part: Literal["search", "seeds"]
     wanted: int
     missing: list[Settings]
+    stand_ins: dict[Settings, str]
 
     def seconds(self, precision: Precision) -> float | None:
         """Return how long the missing runs take on an H200, one after another; ``None`` if the task was not timed."""
@@ -59,6 +62,7 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
     for cell in cells:
         by_task.setdefault(cell.task.name, {}).setdefault(cell.contender, []).append(cell)
     total, seconds, not_timed = 0, 0.0, 0
+    stand_ins: dict[str, str] = {}
     for task, contenders in by_task.items():
         for contender, own in contenders.items():
             counts = {cell.part: f"{cell.wanted - len(cell.missing)} of {cell.wanted or '?'}" for cell in own}
@@ -68,11 +72,16 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
             total += missing
             seconds += missing * (one or 0.0)
             not_timed += missing if one is None else 0
-            yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time)
+            on_stand_in = {settings: data for cell in own for settings, data in cell.stand_ins.items()}
+            stand_ins |= dict.fromkeys(on_stand_in.values(), task)
+            note = f"  {len(on_stand_in)} on a stand-in" if on_stand_in else ""
+            yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time) + note
     times = [f"about {duration(seconds)} on an NVIDIA H200, one by one"] if seconds else []
     if not_timed:
         times.append(f"{not_timed} of them were never timed" if seconds else "their times are not known")
-    yield f"{total} runs are missing" + (f": {', '.join(times)}" if times else "")
+    yield f"{total} runs are missing" + (f": {'; '.join(times)}" if times else "")
+    for data, task in stand_ins.items():
+        yield f"a stand-in: {task} was run on {dataset_name(data)}; runs on a stand-in count as missing"
     if any(cell.part == "seeds" and not cell.wanted for cell in cells):
         yield "0 of ?: seeds follow when the search is complete, at its best rate; repeat the command then"
 
@@ -81,13 +90,15 @@ def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precis
     """Return the search of a contender, unless its rates are known, and its seeds at the best rate."""
     options = dict(task.contenders[contender].options)
     whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "batch": task.batch, "options": options}
-    whole["data"] = None  # not of a stand-in
-    own = [record for record in records if all(record.get(key) == value for key, value in whole.items())]
+    found = [record for record in records if all(record.get(key) == value for key, value in whole.items())]
+    own = [record for record in found if record.get("data") is None]
     done = {(record["lr"], record["seed"]) for record in own}
+    on_stand_in = {(record["lr"], record["seed"]): record["data"] for record in found if record.get("data") is not None}
 
     def cell(part: Literal["search", "seeds"], runs: Sequence[tuple[float, int]]) -> Cell:
-        missing = [task.settings(contender, *run, precision=precision) for run in runs if run not in done]
-        return Cell(task, contender, part, len(runs), missing)
+        missing = {run: task.settings(contender, *run, precision=precision) for run in runs if run not in done}
+        stand_ins = {settings: on_stand_in[run] for run, settings in missing.items() if run in on_stand_in}
+        return Cell(task, contender, part, len(runs), list(missing.values()), stand_ins)
 
     grid = task.grid_of(contender)
     search = cell("search", [(rate, 0) for rate in grid])

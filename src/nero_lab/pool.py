@@ -1,10 +1,11 @@
 """Runs of several tasks in several processes, which share one GPU or the cores of a machine."""
 
+import math
 import os
 import threading
 import time
 from _thread import interrupt_main
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
@@ -16,7 +17,7 @@ import torch
 
 from nero_lab.data import Dataset, Game, load_once
 from nero_lab.loops.training import Snapshot, Training
-from nero_lab.progress import duration
+from nero_lab.progress import duration, format_metrics
 from nero_lab.protocol import Settings, Task
 from nero_lab.store import Store, StoreError
 from nero_lab.sweep import RunObserver, deferred_interrupts, train
@@ -27,6 +28,10 @@ Find: TypeAlias = Callable[[Settings, Path | None, torch.device], tuple[Task, Da
 
 #: Time between two looks at the clock and at interrupts.
 POLL_EVERY_S = 0.5
+#: Time between two lines about the runs under way.
+STATUS_EVERY_S = 60.0
+#: No time left is estimated before this share of the work is done.
+MIN_SHARE_TO_ESTIMATE = 0.01
 
 
 def find(settings: Settings, folder: Path | None, device: torch.device) -> tuple[Task, Dataset | Game]:
@@ -44,6 +49,7 @@ def train_in_processes(
     *,
     minutes: float,
     say: Callable[[str], None],
+    seconds: Mapping[Settings, float | None] | None = None,
     find: Find = find,
 ) -> int:
     """Train runs, each in one of several processes. A run that fails does not stop the others.
@@ -56,6 +62,7 @@ def train_in_processes(
         processes: the number of processes.
         minutes: no run starts after this time.
         say: prints a line.
+        seconds: how long each run takes alone, where that is known; only the ratios count.
         find: finds tasks and data.
 
     Returns:
@@ -66,39 +73,125 @@ def train_in_processes(
         StoreError: if a process has died, or a run has failed.
     """
     context = get_context("spawn")  # a process with a GPU cannot fork
-    stop, deadline, done, failed = context.Event(), time.monotonic() + 60 * minutes, 0, 0
+    stop, deadline = context.Event(), time.monotonic() + 60 * minutes
+    first, share = context.RawArray("d", len(runs)), context.RawArray("d", len(runs))
+    report = _Report(runs, seconds or {}, first, share, say)
+    report.begin(processes, device, minutes)
+    arguments = stop, folder, device, root, find, processes, first, share
     with (
         deferred_interrupts(lambda: say("stopping to save the runs")) as interrupted,
-        ProcessPoolExecutor(processes, context, _begin, (stop, folder, device, root, find, processes)) as pool,
+        ProcessPoolExecutor(processes, context, _begin, arguments) as pool,
     ):
-        waiting, active = list(reversed(runs)), dict[Future[dict[str, Any] | None], Settings]()
+        waiting, active = list(range(len(runs)))[::-1], dict[Future[str | None], int]()
         while active or (waiting and time.monotonic() < deadline and not interrupted()):
             # not all at once: runs that wait in the pool could not be left out after the deadline
             while waiting and len(active) < processes and time.monotonic() < deadline and not interrupted():
-                settings = waiting.pop()
-                active[pool.submit(_train, settings)] = settings
+                place = waiting.pop()
+                active[pool.submit(_train, place, runs[place])] = place
+                report.started(place)
             if interrupted():
                 stop.set()
             for future in wait(active, POLL_EVERY_S, FIRST_COMPLETED).done:
-                settings = active.pop(future)
+                place = active.pop(future)
                 try:
-                    record = future.result()
+                    result = future.result()
                 except BrokenProcessPool as error:
                     hint = "see `dmesg` for lack of memory, and repeat the command to continue"
-                    raise StoreError(f"a process died while it trained {settings.task}: {hint}") from error
+                    raise StoreError(f"a process died while it trained {runs[place].task}: {hint}") from error
                 except Exception as error:
-                    failed += 1
-                    say(f"{_name(settings)} failed: {error!r}")
+                    report.failed(place, error)
                 else:
-                    if record is not None:
-                        done += 1
-                        say(f"{_name(settings)}: done in {duration(record['seconds'])}, {done} of {len(runs)}")
+                    report.ended(place, result)
+            report.look()
         if interrupted():
             raise KeyboardInterrupt(interrupted())
-    say(f"{done} of {len(runs)} runs done; records in {root}")
-    if failed:
-        raise StoreError(f"{failed} of {len(runs)} runs failed: see above, and repeat the command for the others")
-    return done
+    say(f"{report.done} of {len(runs)} runs done; records in {root}")
+    if failures := report.failures:
+        raise StoreError(f"{failures} of {len(runs)} runs failed: see above, and repeat the command for the others")
+    if waiting:
+        say(f"{len(waiting)} did not start in time: repeat the command to continue")
+    return report.done
+
+
+class _Report:
+    """Lines about the runs: which start and end, how far the others are, and how long is left at the pace so far.
+
+    Args:
+        runs: the runs.
+        seconds: how long each run takes alone, where that is known.
+        first: for each run, the share of its steps that an earlier command made; written by the workers.
+        share: for each run, the share of its steps that are made; written by the workers.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Settings],
+        seconds: Mapping[Settings, float | None],
+        first: Sequence[float],
+        share: MutableSequence[float],
+        say: Callable[[str], None],
+    ) -> None:
+        self.runs, self.first, self.share, self.say = runs, first, share, say
+        known = [value for settings in runs if (value := seconds.get(settings))]
+        usual = sum(known) / len(known) if known else 1.0
+        self.work = [seconds.get(settings) or usual for settings in runs]
+        self.begun_at = self.looked_at = time.monotonic()
+        self.done, self.failures, self.active = 0, 0, list[int]()
+
+    def begin(self, processes: int, device: torch.device, minutes: float) -> None:
+        """Say what is to be done."""
+        limit = f"; none starts after {duration(60 * minutes)}" if minutes < math.inf else ""
+        self.say(f"{_count(len(self.runs), 'run')} in {_count(processes, 'process', 'processes')} on {device}{limit}")
+        if device.type == "cuda" and processes > 1 and not _has_mps():
+            self.say("NVIDIA's MPS is not running, so processes take turns on the GPU: `nvidia-cuda-mps-control -d`")
+
+    def started(self, place: int) -> None:
+        """Say that a run starts."""
+        self.active.append(place)
+        self.say(f"{_name(self.runs[place])}: starts")
+
+    def ended(self, place: int, result: str | None) -> None:
+        """Say that a run has ended with this result, or nothing if it was interrupted."""
+        self.active.remove(place)
+        if result is not None:
+            self.done += 1
+            self.share[place] = 1.0  # a run that was finished before has made no steps
+            self.say(f"{_name(self.runs[place])}: {result}; {self._so_far()}")
+
+    def failed(self, place: int, error: Exception) -> None:
+        """Say that a run has failed."""
+        self.active.remove(place)
+        self.failures += 1
+        self.work[place] = 0.0
+        self.say(f"{_name(self.runs[place])} failed: {error!r}")
+
+    def look(self) -> None:
+        """Say how far the runs are, once in a while."""
+        if self.active and time.monotonic() - self.looked_at > STATUS_EVERY_S:
+            shares = ", ".join(f"{self.share[place]:.0%}" for place in self.active)
+            self.say(f"{len(self.active)} under way, at {shares}; {self._so_far()}")
+
+    def _so_far(self) -> str:
+        """Return the number of runs done, and the time left."""
+        self.looked_at = time.monotonic()
+        work, first, share = self.work, self.first, self.share
+        made = sum(work[place] * (share[place] - first[place]) for place in range(len(work)))
+        left = sum(work[place] * (1 - share[place]) for place in range(len(work)))
+        text = f"{self.done} of {len(self.runs)} done"
+        if not left or made < MIN_SHARE_TO_ESTIMATE * (made + left):
+            return text
+        return f"{text}, about {duration(left / made * (self.looked_at - self.begun_at))} left"
+
+
+def _has_mps() -> bool:
+    """Return whether NVIDIA's MPS was started, by which kernels of several processes share a GPU."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108  NVIDIA's default
+    return Path(folder, "control").exists()
+
+
+def _count(count: int, one: str, several: str = "") -> str:
+    return f"{count} {one if count == 1 else several or one + 's'}"
 
 
 def _name(settings: Settings) -> str:
@@ -109,17 +202,27 @@ class _Worker(RunObserver):
     """State that a process keeps from run to run. As an observer, it interrupts a run if the command is interrupted."""
 
     def __init__(
-        self, stop: Event, folder: Path | None, device: torch.device, root: Path, find: Find, processes: int
+        self,
+        stop: Event,
+        folder: Path | None,
+        device: torch.device,
+        root: Path,
+        find: Find,
+        processes: int,
+        first: MutableSequence[float],
+        share: MutableSequence[float],
     ) -> None:
         self.stop, self.folder, self.device, self.store, self.find = stop, folder, device, Store(root), find
-        self.processes, self.busy = processes, threading.Lock()
-        self.task, self.is_stopping = "", False
+        self.processes, self.first, self.share, self.busy = processes, first, share, threading.Lock()
+        self.task, self.place, self.is_stopping = "", 0, False
 
     def begun(self, training: Training | Snapshot) -> None:
         if isinstance(training, Training):
             training.side_by_side = self.processes  # they share the device
+        self.first[self.place] = self.share[self.place] = _share(training)
 
-    def stepped(self, training: Training | Snapshot) -> None:  # noqa: ARG002
+    def stepped(self, training: Training | Snapshot) -> None:
+        self.share[self.place] = _share(training)
         if self.stop.is_set() and not self.is_stopping:
             self.is_stopping = True
             interrupt_main()  # train saves the run after this step
@@ -146,14 +249,22 @@ def _follow() -> None:
             os._exit(1)
 
 
-def _train(settings: Settings) -> dict[str, Any] | None:
-    """Train one run in this process. Return its record, or None if the command was interrupted."""
+def _train(place: int, settings: Settings) -> str | None:
+    """Train one run in this process. Return its result as text, or None if the command was interrupted."""
     if settings.task != _worker.task:
         torch.compiler.reset()  # code compiled for other shapes would count towards torch's limit
         _worker.task = settings.task
+    _worker.place = place
     task, data = _worker.find(settings, _worker.folder, _worker.device)
     with _worker.busy:
         try:
-            return train(task, [settings], data, _worker.store, _worker)[0]
+            record = train(task, [settings], data, _worker.store, _worker)[0]
         except KeyboardInterrupt:
             return None
+    metrics = format_metrics(task, {name: values[-1] for name, values in record["curve"].items()})
+    return f"{metrics} in {duration(record['seconds'])}"
+
+
+def _share(training: Training | Snapshot) -> float:
+    """Return the share of a run's steps that are made."""
+    return training.steps_done / (training.settings.epochs * training.steps_per_epoch)

@@ -86,7 +86,7 @@ def ray_session(
         store = Store(out)
         store.check(task, bytes_needed(task, at_a_time))
         folder = data or (Path(os.environ["NERO_DATA"]) if os.environ.get("NERO_DATA") else None)
-        name = _load(console, task.dataset, folder).name  # downloads what is missing, before many nodes do
+        name = load_data(console, task.dataset, folder).name  # downloads what is missing, before many nodes do
         console.print(f"the Ray cluster has room for {at_a_time} runs at a time")
         with exit_if_stopped(console), Display(console, out, device) as observer:
             sweep = ray_sweep.RaySweep(task, folder and folder.absolute(), device, gpus, store, observer, console.print)
@@ -138,7 +138,7 @@ def _load_for(
     console: Console, task: Task, folder: Path | None, device: torch.device
 ) -> tuple[Dataset | Game, str | None]:
     """Return the task's data on the device, and the name of the stand-in if it is not the task's own."""
-    dataset = _load(console, task.dataset, folder).to(device)
+    dataset = load_data(console, task.dataset, folder).to(device)
     if not isinstance(dataset, Photos):
         return dataset, None
     dataset = dataset.with_measured_rate(task.batch)
@@ -146,7 +146,8 @@ def _load_for(
     return dataset, dataset.name if dataset.name != task.dataset else None
 
 
-def _load(console: Console, name: str, folder: Path | None) -> Dataset | Game:
+def load_data(console: Console, name: str, folder: Path | None) -> Dataset | Game:
+    """Load a data set or game, and show downloads and other lengthy work on the console."""
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bars: dict[str, Any] = {}
 

@@ -79,11 +79,13 @@ def test_nero_plan_compares_the_committed_records(command):
 
 
 def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
-    given = []
+    given, loaded = [], []
+    monkeypatch.setattr(cli, "load_data", lambda _, name, folder: loaded.append((name, folder)))
     monkeypatch.setattr(cli, "train_in_processes", lambda *arguments, **options: given.append((arguments, options)))
     assert command("plan", "mnist-deep", "--records", tmp_path, "--run", 8, "--minutes", 20, "--device", "cpu")[0] == 0
     (runs, _, device, root, processes), options = given[0]
     assert (device.type, root, processes, options["minutes"]) == ("cpu", tmp_path, 8, 20)
+    assert loaded == [("mnist", None)]
     task = TASKS["mnist-deep"]
     assert len(runs) == len(set(runs)) == len(task.contenders) * (len(task.grid) + 2)
     assert [settings.optimiser for settings in runs[: len(task.grid)]] == ["nero"] * len(task.grid)

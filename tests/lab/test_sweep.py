@@ -1,6 +1,8 @@
 """Many runs: resumed after an interrupt, side by side, chosen by the protocol, in processes, and not yet made."""
 
 import gc
+import math
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from lab.helpers import (
     make_data,
 )
 
+from nero_lab import pool
 from nero_lab.data import DataError
 from nero_lab.loops.supervised import Supervised
 from nero_lab.plan import cells_of, lines_of
@@ -355,6 +358,15 @@ def test_plan_ignores_runs_of_other_settings(changes):
     assert missing(cells, "nero", "seeds")[0] == [(0.01, 0), (0.01, 1), (0.01, 2)]
 
 
+def test_plan_names_runs_on_a_stand_in_as_missing():
+    data = "cats-3-classes-1200-images-of-64-0123abcd"
+    _, nero, sgd, total, note = lines_of(cells_of([TASK], [record("nero", 0.01, data=data)], None), None)
+    assert nero.split()[-4:] == ["1", "on", "a", "stand-in"]
+    assert "stand-in" not in sgd
+    assert total.startswith("8 runs are missing")
+    assert f"{TASK.name} was run on cats (3 classes, 1,200 images)" in note
+
+
 def test_plan_of_a_study_takes_the_best_rate_of_a_whole_search():
     task = replace(TASK, study="today", seeds=2)
     half = cells_of([task], [record("nero", 0.01)], None)
@@ -396,7 +408,7 @@ def test_interrupted_processes_save_their_runs(tmp_path):
     runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(2)], []
     with pytest.raises(KeyboardInterrupt):
         train_in_processes(runs, None, CPU, tmp_path, 1, minutes=9.0, say=lines.append, find=find_and_interrupt)
-    assert lines == ["stopping to save the runs"]
+    assert lines[-1] == "stopping to save the runs"
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
     assert not list(tmp_path.rglob("*.json"))
     train(TASK, runs, make_data(), Store(tmp_path), RecordingObserver())
@@ -433,5 +445,28 @@ def is_alive(process: int) -> bool:
 
 
 def test_no_run_starts_after_the_minutes(tmp_path):
-    runs = [TASK.settings("nero")]
-    assert train_in_processes(runs, None, CPU, tmp_path, 1, minutes=0.0, say=print, find=find_fast) == 0
+    runs, lines = [TASK.settings("nero")], []
+    assert train_in_processes(runs, None, CPU, tmp_path, 1, minutes=0.0, say=lines.append, find=find_fast) == 0
+    assert lines[0] == "1 run in 1 process on cpu; none starts after 0 s"
+    assert lines[-1] == "1 did not start in time: repeat the command to continue"
+
+
+def test_processes_say_which_runs_start_and_what_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "STATUS_EVERY_S", 0.0)
+    runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(2)], []
+    train_in_processes(runs, None, CPU, tmp_path, 1, minutes=math.inf, say=lines.append, find=find_fast)
+    first, second = (f"tiny, nero at 0.01, seed {seed}: " for seed in range(2))
+    assert [line for line in lines if line.startswith("tiny")][::2] == [f"{first}starts", f"{second}starts"]
+    assert any(re.fullmatch(r"1 under way, at \d+%; 0 of 2 done.*", line) for line in lines)
+    (done,) = (line for line in lines if "; 1 of 2 done" in line)
+    assert re.fullmatch(rf"{first}train .*%, test .*% in \d+ s; 1 of 2 done, about \d+ s left", done)
+
+
+@pytest.mark.parametrize(("processes", "has_mps", "is_told"), [(2, False, True), (2, True, False), (1, False, False)])
+def test_processes_on_a_gpu_without_mps_say_so(processes, has_mps, is_told, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if has_mps:
+        (tmp_path / "control").touch()
+    lines = []
+    train_in_processes([], None, torch.device("cuda"), tmp_path, processes, minutes=0.0, say=lines.append)
+    assert any("MPS is not running" in line for line in lines) == is_told

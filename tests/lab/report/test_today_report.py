@@ -213,7 +213,10 @@ def test_contender_that_takes_far_longer_leaves_the_panel_by_time():
     seconds = dict(zip((("gpt", name) for name in names), (10.0, 12.0, 50.0), strict=True))
     by_time, by_steps = FIGURES["gpt-curves"].draw(Study([make_record(1.0, name) for name in names], seconds)).axes
     assert by_time.get_xlim() == (0, 24)
-    assert {line.get_xdata()[-1] for line in by_steps.lines[:6]} == {400.0}
+    assert {line.get_xdata()[-1] for line in by_steps.lines[:3]} == {400.0}
+    assert [text.get_text() for text in by_steps.texts] == [
+        f"{name}  3.250, 1 seed" for name in ("Nero", "Muon", "SOAP")
+    ]
 
 
 def test_overview_marks_results_of_fewer_than_three_seeds():

@@ -22,6 +22,8 @@ PALE = "#d9d9d9"
 COLUMNS = 3
 #: Curves are shown from this share of the run on; before, all fall steeply.
 SHOWN_FROM = 0.1
+#: Place of the labels, as a share of the panel's width: far enough for lines that are not steep.
+LABELS_AT = 1.1
 #: The target of airbench, in per cent.
 TARGET = 94.0
 
@@ -100,24 +102,26 @@ def draw_curves(study: Study, task: str) -> Figure:
     finite = [value for values in shown.values() for value in values]
     ends = [values[-1] for values in shown.values() if values]
     low, top = (min(finite), max(finite)) if finite else (0.0, 1.0)
-    top = min(top, low + 4 * max(max(ends) - low, 0.05 * low)) if ends else top
+    top = min(top, low + 2 * max(max(ends) - low, 0.1 * low)) if ends else top  # the ends fill half of the panel
     for contender, curve in means.items():
         seconds = study.seconds.get((task, contender), math.nan)
         steps = [float(goal.interval * place) for place in range(1, len(curve) + 1)]
         times = [seconds * place / len(curve) for place in range(1, len(curve) + 1)]
         for axes, x in zip(reversed(panels), (steps, times), strict=False):  # the times may have no panel
             axes.plot(x, [v if v < math.inf else math.nan for v in curve], **_line(contender))
-            axes.plot(x[-1], curve[-1], color=_style(contender).colour, marker=_style(contender).marker, markersize=6)
+        if has_times:  # in the panel of steps, the labels have the markers
+            panels[0].plot(times[-1], curve[-1], color=_style(contender).colour, marker=_style(contender).marker)
     for axes in panels:
         axes.set_ylim(_padded(low, top))
         axes.set_xlim(0, None)
+    panels[-1].set_xlim(0, goal.interval * max(map(len, means.values())))  # no gap between the ends and their labels
     quantity = "Test error in %" if goal.is_accuracy else CURVE_NAMES[goal.curve]
     style_axes(panels[-1], goal.unit, f"{quantity}, by {goal.unit}")
     if has_times:
         style_axes(panels[0], "seconds of steps, with nothing else on the GPU", f"{quantity}, by time")
         usual = statistics.median(study.seconds[task, name] for name in contenders)
         panels[0].set_xlim(0, min(panels[0].get_xlim()[1], 2 * usual))
-    _label_ends(panels[-1], {name: curve[-1] for name, curve in means.items()}, _labels(study, task, contenders))
+    _label_ends(panels[-1], study, task, {name: curve[-1] for name, curve in means.items()})
     return figure
 
 
@@ -143,7 +147,7 @@ def draw_state(study: Study, task: str) -> Figure:
     states = [point[0] for point in points.values()]
     axes.set_xlim(min(states) / 2, max(states) * 2)
     style_axes(axes, "state of the optimiser, bytes a parameter", f"{_capital(goal_of(task).name)}, by state")
-    _label_ends(axes, {name: point[1] for name, point in points.items()}, _labels(study, task, list(points)))
+    _label_ends(axes, study, task, {name: point[1] for name, point in points.items()})
     return figure
 
 
@@ -303,32 +307,28 @@ def _mean_curve(found: Sequence[Run]) -> list[float]:
     return [statistics.fmean(values) for values in zip(*(run.curve for run in found), strict=True)]
 
 
-def _label_ends(axes: Axes, ends: dict[str, float], labels: dict[str, str]) -> None:
-    """Write each contender's name to the right of the panel, near its end, joined by a thin line."""
+def _label_ends(axes: Axes, study: Study, task: str, ends: dict[str, float]) -> None:
+    """Write each contender's name and last value to the right of the panel, joined to its end by a thin line."""
     low, top = axes.get_ylim()
     wanted = [min(max((min(value, top) - low) / (top - low), 0.0), 1.0) for value in ends.values()]
     for contender, height, place in zip(ends, wanted, spread_labels(wanted, 0.9 * LABEL_GAP), strict=True):
         colour, marker = _style(contender)
         options: dict[str, Any] = {"transform": axes.transAxes, "clip_on": False, "color": colour}
-        axes.plot([1.0, 1.04], [height, place], linewidth=0.7, alpha=0.6, **options)
-        axes.plot([1.04], [place], marker=marker, markersize=5.5, **options)
+        axes.plot([1.0, LABELS_AT], [height, place], linewidth=0.9, alpha=0.7, **options)
+        axes.plot([LABELS_AT], [place], marker=marker, markersize=5.5, **options)
         axes.annotate(
-            labels[contender], (1.04, place), xytext=(7, 0), xycoords="axes fraction", textcoords="offset points",
-            va="center", fontsize=9, fontweight="bold" if contender in OURS else "normal", color=colour,
-            annotation_clip=False,
+            _label(study, task, contender, ends[contender]), (LABELS_AT, place), xytext=(7, 0),
+            xycoords="axes fraction", textcoords="offset points", va="center", fontsize=9,
+            fontweight="bold" if contender in OURS else "normal", color=colour, annotation_clip=False,
         )  # fmt: skip
 
 
-def _labels(study: Study, task: str, contenders: Sequence[str]) -> dict[str, str]:
-    """Return each contender's name with its result, and its seeds unless there are three."""
-    labels = {}
-    for contender in contenders:
-        values = study.values(task, contender)
-        mean = statistics.fmean(values)
-        result = f"{mean:.{min(goal_of(task).digits, 3)}f}" if mean < math.inf else "diverged"
-        seeds = {1: ", 1 seed", 3: ""}.get(len(values), f", {len(values)} seeds")
-        labels[contender] = f"{display_name(contender)}  {result}{seeds}"
-    return labels
+def _label(study: Study, task: str, contender: str, end: float) -> str:
+    """Return the contender's name with its last value, and its seeds unless there are three."""
+    result = f"{end:.{min(goal_of(task).digits, 3)}f}" if end < math.inf else "diverged"
+    count = len(study.best_runs(task, contender))
+    seeds = {1: ", 1 seed", 3: ""}.get(count, f", {count} seeds")
+    return f"{display_name(contender)}  {result}{seeds}"
 
 
 def _line(contender: str) -> dict[str, Any]:

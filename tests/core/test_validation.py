@@ -1,9 +1,11 @@
 """Invalid options and untrainable parameters: errors that name them, what they got, and the fix."""
 
 import copy
+import gc
 import inspect
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -129,6 +131,19 @@ def test_group_that_fails_leaves_no_trace(group: dict):
     assert len(optimiser.param_groups) == 2
     optimiser.add_param_group({"params": late})
     assert nero.is_balanced(late)
+
+
+def test_parameters_of_group_that_fails_are_freed():
+    model = nn.Linear(3, 2)
+    optimiser = nero.Nero(model, lr="auto")
+    model(torch.ones(3))  # counts the depth, which groups that are added later share
+    late = nn.Parameter(torch.randn(2, 3))
+    reference = weakref.ref(late)
+    with pytest.raises(ValueError, match=r"group2\.1 holds NaN"):
+        optimiser.add_param_group({"params": [late, torch.full((2, 2), torch.nan, requires_grad=True)]})
+    del late
+    gc.collect()
+    assert reference() is None
 
 
 def test_error_leaves_all_parameters_unchanged():

@@ -434,6 +434,6 @@ class Nero(UnseenState):
                 tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad) if tensor is not None)
                 backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
-            warn_if_balanced(late, "new here, or unfrozen", is_known=True)
+            warn_if_balanced(late, "new here, unfrozen, or without state", is_known=True)
         for part in late:
             self._state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

@@ -46,8 +46,9 @@ def param_groups(
     """
     options = own_options(options, "nero.param_groups")
     groups: dict[tuple[Role, bool], dict[str, Any]] = {}
+    roles = roles_of(model, overrides)
     parameters = dict(model.named_parameters())
-    for name, role in roles_of(model, overrides).items():
+    for name, role in roles.items():
         group = groups.setdefault(
             (role, role.is_pulled),
             {

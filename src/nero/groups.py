@@ -138,6 +138,8 @@ def completed(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) 
     params = [own["params"]] if isinstance(own["params"], Tensor) else list(own["params"])
     if "param_names" not in groups[0]:
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+    elif not params:
+        own["param_names"] = []  # torch finds no names in an empty group
     elif "param_names" not in own and not any(isinstance(entry, tuple) for entry in params):
         params = [(f"group{len(groups)}.{index}", entry) for index, entry in enumerate(params)]
     return {**own, "params": params}

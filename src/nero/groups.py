@@ -46,8 +46,9 @@ def param_groups(
     """
     options = own_options(options, "nero.param_groups")
     groups: dict[tuple[Role, bool], dict[str, Any]] = {}
+    roles = roles_of(model, overrides)
     parameters = dict(model.named_parameters())
-    for name, role in roles_of(model, overrides).items():
+    for name, role in roles.items():
         group = groups.setdefault(
             (role, role.is_pulled),
             {
@@ -137,6 +138,8 @@ def completed(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) 
     params = [own["params"]] if isinstance(own["params"], Tensor) else list(own["params"])
     if "param_names" not in groups[0]:
         params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+    elif not params:
+        own["param_names"] = []  # torch finds no names in an empty group
     elif "param_names" not in own and not any(isinstance(entry, tuple) for entry in params):
         params = [(f"group{len(groups)}.{index}", entry) for index, entry in enumerate(params)]
     return {**own, "params": params}

@@ -207,8 +207,15 @@ class Nero(UnseenState):
             added = [part for part in self.parts() if any(part.group is group for group in self.param_groups[count:])]
             check_trainable(part[:2] for part in added if part.parameter.requires_grad)
         except BaseException:
+            for group in self.param_groups[count:]:
+                for parameter in group["params"]:
+                    self._roles.pop(parameter, None)
             del self.param_groups[count:]
             raise
+        if self.defaults["depth"] == "auto":
+            for given, group in zip(groups, self.param_groups[count:], strict=True):
+                if "depth" not in given and group["depth"] != "auto":
+                    self._depth_counter.join(group)
         self._enter(added)
 
     @overload
@@ -387,16 +394,13 @@ class Nero(UnseenState):
     def _add(self, given: dict[str, Any]) -> None:
         """Validate and add a group. Its parameters stay as they are."""
         group = completed(given, self.param_groups, self.defaults["lr"])
-        is_counted = self.defaults["depth"] == "auto"
-        if is_counted and self.param_groups:
+        if self.defaults["depth"] == "auto" and self.param_groups:
             group = {"depth": self.param_groups[0]["depth"], **group}
         super().add_param_group(group)
         group = self.param_groups[-1]
         check_options(group)
         roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
         self._roles.update(zip(group["params"], roles, strict=True))
-        if is_counted and "depth" not in given and group["depth"] != "auto":
-            self._depth_counter.join(group)
 
     def _checked_role(self, group: dict[str, Any], index: int) -> Role:
         """Return a parameter's role; raise if Nero cannot train the parameter."""
@@ -430,6 +434,6 @@ class Nero(UnseenState):
                 tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad) if tensor is not None)
                 backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
-            warn_if_balanced(late, "new here, or unfrozen", is_known=True)
+            warn_if_balanced(late, "new here, unfrozen, or without state", is_known=True)
         for part in late:
             self._state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

@@ -60,15 +60,30 @@ def _check_kind(name: str, parameter: Tensor) -> None:
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} is laid out as {parameter.layout}: hold it as a dense parameter")
     check_memory(name, parameter)
-    if parameter.numel() and any(
-        stride == 0 and size > 1 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    ):
+    if _overlaps(parameter):
         raise ValueError(
-            f"{name} is expanded, so its elements share memory: hold a copy, as nn.Parameter(tensor.clone())"
+            f"elements of {name} share memory, as after expand or as_strided: hold a copy, as in "
+            "nn.Parameter(tensor.clone())"
         )
     if can_read(parameter) and parameter.is_inference():
         raise ValueError(f"{name} was created under torch.inference_mode() and cannot be trained: create it outside")
     check_sharding(name, parameter)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory."""
+    reach = 0  # offset of the last element along the axes of smaller strides
+    axes = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    for stride, size in axes if tensor.numel() else ():
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")  # axes may interleave without overlap
+    for stride, size in axes:
+        offsets = torch.unique(offsets[:, None] + stride * torch.arange(size, device="cpu"))
+    return offsets.numel() < tensor.numel()
 
 
 def can_read(parameter: Tensor) -> bool:

@@ -86,7 +86,8 @@ def test_add_param_group_accepts_modules_and_adds_names():
     optimiser = nero.Nero(named)
     optimiser.add_param_group({"params": extra, "lr": 0.5})
     optimiser.add_param_group({"params": unnamed.parameters()})
-    assert [group["lr"] for group in optimiser.param_groups] == [0.01, 0.01, 0.5, 0.5, 0.01]
+    optimiser.add_param_group({"params": []})
+    assert [group["lr"] for group in optimiser.param_groups] == [0.01, 0.01, 0.5, 0.5, 0.01, 0.01]
     assert all("param_names" in group for group in optimiser.param_groups)
     plain = nero.Nero(nn.Linear(3, 2).parameters())
     plain.add_param_group({"params": nn.Linear(3, 2)})

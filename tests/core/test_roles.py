@@ -400,8 +400,9 @@ def test_fsdp1_raises():
 
 @pytest.mark.parametrize("thing", [None, [torch.zeros(3)], iter(()), {"a": 1}, nn.Linear])
 def test_roles_of_other_object_raises(thing):
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
-        roles_of(thing)
+    for call in (roles_of, nero.param_groups):
+        with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got"):
+            call(thing)
 
 
 def test_role_comparison_and_hash_ignore_why():

@@ -398,6 +398,17 @@ def test_unfreezing_warns_once_where_it_changes_the_function():
         optimiser.step()
 
 
+def test_cleared_state_warns_before_it_stretches_grown_neurons():
+    layer = nn.Linear(4, 3, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimiser = nero.Nero(layer)
+    fill_grads(layer, 0)
+    optimiser.step()
+    optimiser.state.clear()
+    with pytest.warns(UserWarning, match="the values of weight are new here, unfrozen, or without state"):
+        optimiser.step()
+
+
 def test_tensor_subclass_that_wraps_others_is_balanced():
     both = [torch.randn(4, 8), torch.randn(4, 8)]
     weight = nn.Parameter(TwoTensor(*both))

@@ -1,9 +1,11 @@
 """Invalid options and untrainable parameters: errors that name them, what they got, and the fix."""
 
 import copy
+import gc
 import inspect
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -131,6 +133,19 @@ def test_group_that_fails_leaves_no_trace(group: dict):
     assert nero.is_balanced(late)
 
 
+def test_parameters_of_group_that_fails_are_freed():
+    model = nn.Linear(3, 2)
+    optimiser = nero.Nero(model, lr="auto")
+    model(torch.ones(3))  # counts the depth, which groups that are added later share
+    late = nn.Parameter(torch.randn(2, 3))
+    reference = weakref.ref(late)
+    with pytest.raises(ValueError, match=r"group2\.1 holds NaN"):
+        optimiser.add_param_group({"params": [late, torch.full((2, 2), torch.nan, requires_grad=True)]})
+    del late
+    gc.collect()
+    assert reference() is None
+
+
 def test_error_leaves_all_parameters_unchanged():
     """Parameters before the bad one are not balanced either."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.ParameterList([torch.ones(2, dtype=torch.complex64)]))
@@ -235,13 +250,28 @@ def test_parameter_created_in_inference_mode_raises():
     nero.Nero(model)
 
 
-def test_expanded_parameter_raises_before_anything_changes():
+@pytest.mark.parametrize(
+    "shared",
+    [torch.randn(1, 6).expand(3, 6), torch.randn(12).as_strided((5, 4), (2, 1)), torch.randn(9).unfold(0, 3, 2)],
+    ids=["expanded", "strided", "unfolded"],
+)
+def test_parameter_sharing_its_memory_raises_before_a_change(shared: Tensor):
     weight = torch.randn(4, 8)
     before = weight.clone()
-    with pytest.raises(ValueError, match="parameter 1 of group 0 is expanded"):
-        nero.Nero([nn.Parameter(weight), nn.Parameter(torch.randn(1, 6).expand(3, 6))])
+    with pytest.raises(ValueError, match="elements of parameter 1 of group 0 share memory"):
+        nero.Nero([nn.Parameter(weight), nn.Parameter(shared)])
     assert torch.equal(weight, before)
-    nero.Nero([nn.Parameter(weight), nn.Parameter(torch.zeros(1).expand(0, 5))])  # empty: nothing is shared
+    nero.Nero([nn.Parameter(weight), nn.Parameter(shared.clone())])  # the remedy
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((0, 5), (0, 0)), ((2, 3), (3, 2)), ((3, 1, 4), (8, 0, 2))])
+def test_parameter_with_unusual_strides_is_accepted(shape: tuple[int, ...], strides: tuple[int, ...]):
+    weight = nn.Parameter(torch.randn(24).as_strided(shape, strides))
+    optimiser = nero.Nero([nn.Parameter(torch.randn(2, 3)), weight])
+    weight.grad = torch.randn(shape)
+    optimiser.step()
+    if weight.numel():
+        torch.testing.assert_close(weight.norm(dim=-1), torch.ones(shape[:-1]))
 
 
 def test_lazy_parameter_raises():

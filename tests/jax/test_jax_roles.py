@@ -150,6 +150,20 @@ def test_roles_that_names_do_not_tell_raise(name: str, shape: tuple[int, ...]):
     assert roles_of(params, {f"{own}$": (1,)}) == {own: Role("neuron", (1,))}
 
 
+@pytest.mark.parametrize("shape", [(12,), (8, 4)])
+def test_roles_of_array_without_name_raise(shape: tuple[int, ...]):
+    params = jnp.ones(shape)
+    flattened = {"Dense_0": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}}
+    for call in (
+        lambda: nero.jax.nero().init(params),
+        lambda: nero.jax.balance(params),
+        lambda: optax.flatten(nero.jax.nero()).init(flattened),
+    ):
+        with pytest.raises(ValueError, match=r"one array of shape \(.*leave out optax\.flatten"):
+            call()
+    nero.jax.nero(roles=Role("bias")).init(params)
+
+
 def test_overrides_search_the_path_and_the_last_match_counts():
     params = {"Dense_0": shapes(kernel=(8, 4), bias=(4,)), "Dense_1": shapes(kernel=(4, 2))}
     roles = roles_of(params, {"kernel": (1,), r"_1/kernel$": "bias", "bias": Role("gain", has_offset=True)})

@@ -50,6 +50,8 @@ def check_learning_rate(value: Any) -> None:
             "learning_rate='auto' is for PyTorch alone, where Nero counts the depth of the network: give 0.1 divided "
             "by the number of layers of a plain chain, and longest_step=3"
         )
+    if isinstance(value, jax.Array) and value.size != 1:
+        raise ValueError(f"learning_rate must have one element, got the shape {value.shape}")
     if not callable(value):
         checked("learning_rate", value, lambda x: 0 <= x < math.inf, "finite and not negative, like 0.01")
 

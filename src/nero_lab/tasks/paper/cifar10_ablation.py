@@ -6,7 +6,7 @@ relative to a tensor's mean neuron norm at the start, which matters where the no
 
 from nero_lab.models.vgg import vgg11
 from nero_lab.protocol import Contender, Seconds, Task
-from nero_lab.tasks.paper.cifar10 import CIFAR10
+from nero_lab.tasks.paper.cifar10_vgg11 import CIFAR10
 
 FINE_GRID = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1)
 

@@ -6,8 +6,8 @@ cifar10-ablation with neither constraint and with both.
 
 from nero_lab.models.vgg import vgg11
 from nero_lab.protocol import Contender, Seconds, Task
-from nero_lab.tasks.paper.cifar10 import CIFAR10
 from nero_lab.tasks.paper.cifar10_ablation import FINE_GRID
+from nero_lab.tasks.paper.cifar10_vgg11 import CIFAR10
 
 task = Task(
     name="cifar10-granularity",

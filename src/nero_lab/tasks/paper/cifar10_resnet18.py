@@ -2,7 +2,7 @@
 
 from nero_lab.models.resnet import resnet18
 from nero_lab.protocol import Contender, Seconds, Task
-from nero_lab.tasks.paper.cifar10 import CIFAR10
+from nero_lab.tasks.paper.cifar10_vgg11 import CIFAR10
 
 task = Task(
     name="cifar10-resnet18",

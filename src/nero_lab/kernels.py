@@ -58,22 +58,37 @@ def lamb_move(weight, average, square, rate, count, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weights(
-    q, k, i, j, seed, first, own_length, other_length, scale, keep, IS_CAUSAL: tl.constexpr, IS_DROPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, seed, own_length, other_length, scale, keep, LENGTH: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    IS_DROPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return softmax(q k / scale), and the factors by which dropout multiplies it: 0, or 1 / keep."""
+    i, j = tl.arange(0, LENGTH)[:, None], tl.arange(0, LENGTH)[None, :]
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) / scale
-    seen = (i[:, None] < own_length) & (j[None, :] < other_length)
+    seen = (i < own_length) & (j < other_length)
     if IS_CAUSAL:
-        seen = seen & (j[None, :] <= i[:, None])
+        seen = seen & (j <= i)
     scores = tl.where(seen, scores, -1e9)  # not -inf: a sentence may be empty
     weights = tl.exp(scores - tl.max(scores, 1)[:, None])
     weights = weights / tl.sum(weights, 1)[:, None]
     factors = tl.where(seen, 1.0, 0.0)
     if IS_DROPPED:
-        drawn = tl.rand(tl.load(seed), first + i[:, None] * i.shape[0] + j[None, :])
+        drawn = tl.rand(tl.load(seed), (tl.program_id(0) * LENGTH + i) * LENGTH + j)
         factors = tl.where(drawn < keep, factors / keep, 0.0)
     return weights, factors
+
+
+@triton.jit
+def _place(
+    own_starts, own_lengths, other_starts, other_lengths, heads, WIDTH: tl.constexpr, LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return rows, and which elements exist, of the words of a program's two sentences; its columns, and lengths."""
+    sentence = tl.program_id(0) // heads
+    i, d = tl.arange(0, LENGTH)[:, None], tl.arange(0, BLOCK)[None, :]
+    own_length, other_length = tl.load(own_lengths + sentence), tl.load(other_lengths + sentence)
+    own_here, other_here = (i < own_length) & (d < WIDTH), (i < other_length) & (d < WIDTH)
+    own_rows, other_rows = tl.load(own_starts + sentence) + i, tl.load(other_starts + sentence) + i
+    return own_rows, own_here, own_length, other_rows, other_here, other_length, tl.program_id(0) % heads * WIDTH + d
 
 
 @triton.jit
@@ -83,23 +98,18 @@ def attend(
     IS_DROPPED: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attend from all words of one sentence to all of another, in one head."""
-    sentence = tl.program_id(0) // heads
-    i, d = tl.arange(0, LENGTH), tl.arange(0, BLOCK)
-    column = (tl.program_id(0) % heads) * WIDTH + d
-    own_length, other_length = tl.load(own_lengths + sentence), tl.load(other_lengths + sentence)
-    own_here = (i[:, None] < own_length) & (d[None, :] < WIDTH)
-    other_here = (i[:, None] < other_length) & (d[None, :] < WIDTH)
-    own_rows = (tl.load(own_starts + sentence) + i)[:, None]
-    others = (tl.load(other_starts + sentence) + i)[:, None] * other_stride + column[None, :]
-    q = tl.load(own + own_rows * own_stride + column[None, :], own_here, 0.0)
+    own_rows, own_here, own_length, other_rows, other_here, other_length, columns = _place(
+        own_starts, own_lengths, other_starts, other_lengths, heads, WIDTH, LENGTH, BLOCK
+    )
+    others = other_rows * other_stride + columns
+    q = tl.load(own + own_rows * own_stride + columns, own_here, 0.0)
     k = tl.load(keys + others, other_here, 0.0)
     weights, factors = _weights(
-        q, k, i, i, seed, tl.program_id(0) * LENGTH * LENGTH, own_length, other_length, scale, keep,
-        IS_CAUSAL, IS_DROPPED, PRECISION,
-    )  # fmt: skip
+        q, k, seed, own_length, other_length, scale, keep, LENGTH, IS_CAUSAL, IS_DROPPED, PRECISION
+    )
     v = tl.load(values + others, other_here, 0.0)
     found = tl.dot(weights * factors, v, input_precision=PRECISION)
-    tl.store(out + own_rows * out_stride + column[None, :], found, own_here)
+    tl.store(out + own_rows * out_stride + columns, found, own_here)
 
 
 @triton.jit
@@ -110,22 +120,16 @@ def attend_back(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of :func:`attend`. A program has all words of its sentences, so none share a sum."""
-    sentence = tl.program_id(0) // heads
-    i, d = tl.arange(0, LENGTH), tl.arange(0, BLOCK)
-    column = (tl.program_id(0) % heads) * WIDTH + d
-    own_length, other_length = tl.load(own_lengths + sentence), tl.load(other_lengths + sentence)
-    own_here = (i[:, None] < own_length) & (d[None, :] < WIDTH)
-    other_here = (i[:, None] < other_length) & (d[None, :] < WIDTH)
-    own_rows = (tl.load(own_starts + sentence) + i)[:, None]
-    owns = own_rows * own_stride + column[None, :]
-    others = (tl.load(other_starts + sentence) + i)[:, None] * other_stride + column[None, :]
+    own_rows, own_here, own_length, other_rows, other_here, other_length, columns = _place(
+        own_starts, own_lengths, other_starts, other_lengths, heads, WIDTH, LENGTH, BLOCK
+    )
+    owns, others = own_rows * own_stride + columns, other_rows * other_stride + columns
     q = tl.load(own + owns, own_here, 0.0)
     k = tl.load(keys + others, other_here, 0.0)
     weights, factors = _weights(
-        q, k, i, i, seed, tl.program_id(0) * LENGTH * LENGTH, own_length, other_length, scale, keep,
-        IS_CAUSAL, IS_DROPPED, PRECISION,
-    )  # fmt: skip
-    g = tl.load(grad + own_rows * grad_stride + column[None, :], own_here, 0.0)
+        q, k, seed, own_length, other_length, scale, keep, LENGTH, IS_CAUSAL, IS_DROPPED, PRECISION
+    )
+    g = tl.load(grad + own_rows * grad_stride + columns, own_here, 0.0)
     v = tl.load(values + others, other_here, 0.0)
     tl.store(values_grad + others, tl.dot(tl.trans(weights * factors), g, input_precision=PRECISION), other_here)
     g = tl.dot(g, tl.trans(v), input_precision=PRECISION) * factors

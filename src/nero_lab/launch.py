@@ -1,4 +1,4 @@
-"""Whether and where Triton's kernels run."""
+"""Launches of Triton kernels: on which devices they work, and how to make one current."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

@@ -58,12 +58,12 @@ class Layout:
     @cached_property
     def lengths(self) -> Tensor:
         """Words of each sentence."""
-        return self.blanks.logical_not().sum((1, 2))
+        return self.blanks.logical_not().sum((1, 2), dtype=torch.int32)
 
     @cached_property
     def starts(self) -> Tensor:
         """Index of each sentence's first word in the line, if it is packed."""
-        return self.lengths.cumsum(0) - self.lengths
+        return self.lengths.cumsum(0, dtype=torch.int32) - self.lengths
 
     @cached_property
     def _orders(self) -> tuple[Tensor, Tensor]:
@@ -184,6 +184,7 @@ def _sources(
         "IS_CAUSAL": is_causal,
         "IS_DROPPED": keep < 1,
         "PRECISION": "ieee" if is_exact else "tf32",
+        "enable_fp_fusion": True,
     }
     return sources, width, constants
 

@@ -188,8 +188,8 @@ def test_attention_kernel_dropout_follows_its_mask(kernels, is_causal):
     """Read the mask off values that are unit vectors, and compare with softmax, mask and product."""
     torch.manual_seed(0)
     heads, length = 2, 16
-    lengths = torch.tensor([16, 5], device=kernels)
-    starts = lengths.cumsum(0) - lengths
+    lengths = torch.tensor([16, 5], dtype=torch.int32, device=kernels)
+    starts = lengths.cumsum(0, dtype=torch.int32) - lengths
     own = torch.randn(21, heads * length, device=kernels)
     other = torch.randn(21, 2 * heads * length, device=kernels)
 

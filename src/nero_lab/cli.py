@@ -225,7 +225,9 @@ def plan(
     study: Annotated[str, typer.Option(help="Without tasks: paper, today, depth or claims.")] = "paper",
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
     run: Annotated[int, typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in processes.")] = 0,
-    minutes: Annotated[float, typer.Option(min=0, help="With --run: start no run after this time.")] = math.inf,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="With --run: save all runs and stop after this time.")
+    ] = math.inf,
     data: Data = None,
     device: Device = "auto",
     precision: PrecisionOption = None,

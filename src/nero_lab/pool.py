@@ -60,7 +60,7 @@ def train_in_processes(
         device: the device of all runs.
         root: the folder of records and checkpoints.
         processes: the number of processes.
-        minutes: no run starts after this time.
+        minutes: after this time, the runs under way are saved, to continue in the next call.
         say: prints a line.
         seconds: how long each run takes alone, where that is known; only the ratios count.
         find: finds tasks and data.
@@ -83,14 +83,17 @@ def train_in_processes(
         ProcessPoolExecutor(processes, context, _begin, arguments) as pool,
     ):
         waiting, active = list(range(len(runs)))[::-1], dict[Future[str | None], int]()
-        while active or (waiting and time.monotonic() < deadline and not interrupted()):
+        while active or (waiting and not stop.is_set()):
+            is_over = time.monotonic() >= deadline
+            if is_over and not stop.is_set():
+                say("the time is over: saving the runs")
+            if is_over or interrupted():
+                stop.set()
             # not all at once: runs that wait in the pool could not be left out after the deadline
-            while waiting and len(active) < processes and time.monotonic() < deadline and not interrupted():
+            while waiting and len(active) < processes and not stop.is_set():
                 place = waiting.pop()
                 active[pool.submit(_train, place, runs[place])] = place
                 report.started(place)
-            if interrupted():
-                stop.set()
             for future in wait(active, POLL_EVERY_S, FIRST_COMPLETED).done:
                 place = active.pop(future)
                 try:
@@ -108,8 +111,8 @@ def train_in_processes(
     say(f"{report.done} of {len(runs)} runs done; records in {root}")
     if failures := report.failures:
         raise StoreError(f"{failures} of {len(runs)} runs failed: see above, and repeat the command for the others")
-    if waiting:
-        say(f"{len(waiting)} did not start in time: repeat the command to continue")
+    if unfinished := len(runs) - report.done:
+        say(f"{_count(unfinished, 'run')} unfinished: repeat the command to continue")
     return report.done
 
 
@@ -141,7 +144,7 @@ class _Report:
 
     def begin(self, processes: int, device: torch.device, minutes: float) -> None:
         """Say what is to be done."""
-        limit = f"; none starts after {duration(60 * minutes)}" if minutes < math.inf else ""
+        limit = f", for {duration(60 * minutes)}" if minutes < math.inf else ""
         self.say(f"{_count(len(self.runs), 'run')} in {_count(processes, 'process', 'processes')} on {device}{limit}")
         if device.type == "cuda" and processes > 1 and not _has_mps():
             self.say("NVIDIA's MPS is not running, so processes take turns on the GPU: `nvidia-cuda-mps-control -d`")

@@ -11,6 +11,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -447,8 +448,26 @@ def is_alive(process: int) -> bool:
 def test_no_run_starts_after_the_minutes(tmp_path):
     runs, lines = [TASK.settings("nero")], []
     assert train_in_processes(runs, None, CPU, tmp_path, 1, minutes=0.0, say=lines.append, find=find_fast) == 0
-    assert lines[0] == "1 run in 1 process on cpu; none starts after 0 s"
-    assert lines[-1] == "1 did not start in time: repeat the command to continue"
+    assert lines[0] == "1 run in 1 process on cpu, for 0 s"
+    assert lines[-1] == "1 run unfinished: repeat the command to continue"
+
+
+def test_runs_under_way_are_saved_after_the_minutes(tmp_path, monkeypatch):
+    runs, lines, begun = [TASK.settings("nero", 0.01, seed) for seed in range(2)], [], time.monotonic()
+
+    def clock():  # the time is over as soon as a run is under way
+        return begun if not any(line.endswith("starts") for line in lines) else begun + 61
+
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=clock))
+    assert train_in_processes(runs, None, CPU, tmp_path, 1, minutes=1.0, say=lines.append, find=find_fast) == 0
+    assert lines[-3:] == [
+        "the time is over: saving the runs",
+        f"0 of 2 runs done; records in {tmp_path}",
+        "2 runs unfinished: repeat the command to continue",
+    ]
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+    train(TASK, runs, make_data(), Store(tmp_path), RecordingObserver())
+    assert [record["resumed"] > 0 for record in read_records(tmp_path)] == [True, False]
 
 
 def test_processes_say_which_runs_start_and_what_is_left(tmp_path, monkeypatch):

@@ -242,6 +242,8 @@ def plan(
     cells = cells_of(tasks, read_records(records) if records.exists() or not (run or records == OUT) else [], known)
     console.print(*lines_of(cells, known), sep="\n")
     if not run:
+        if minutes < math.inf:
+            raise SettingError("--minutes needs --run")
         return
     for name in sorted({cell.task.name for cell in cells if cell.missing and cell.task.dataset == "imagenet"}):
         console.print(f"{name} has processes of its own: make its runs by `nero sweep {name} --no-grid`")

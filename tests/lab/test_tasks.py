@@ -82,6 +82,14 @@ def test_task_two_steps_train_and_record(name, contender, tmp_path):
     assert nero.is_balanced(training.model) == (contender in BALANCED)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_checkpoint_space_covers_the_weights(name):
+    task = TASKS[name]
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in task.model().parameters())
+    assert session.bytes_needed(task, 2) > 2 * 4 * parameters * 2
+
+
 def test_text_tasks_settings_match_the_authors():
     """The numbers are those of the authors' code."""
     words, pairs_ = TASKS["wikitext2"], TASKS["translation"]

@@ -137,6 +137,8 @@ class Adversarial(Training):
         self.totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # of LOSSES
         networks = dict(self.pair.named_children())
         self._is_compiled = self.task.is_compiled and self.device.type == "cuda"
+        if self._is_compiled:
+            torch.compiler.reset()  # spectral norm makes a class of each layer, so no code serves two runs
         shared = {key: value for key, value in contender.options.items() if key not in networks}
         self.optimisers = {}
         for name, network in networks.items():
@@ -158,7 +160,7 @@ class Adversarial(Training):
         self.pair.train()
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
-        with self._compiled_if(len(images) == self.task.batch), matmul_precision(self.settings.precision):
+        with self._eager_if(len(images) < self.task.batch), matmul_precision(self.settings.precision):
             discriminator_loss = self._update_discriminator(images, labels)
             generator_loss = self._update_generator(labels)
         with torch.no_grad():
@@ -183,9 +185,9 @@ class Adversarial(Training):
         self.optimisers["generator"].step()
         return loss
 
-    def _compiled_if(self, is_frequent: bool) -> AbstractContextManager[Any]:
-        """Run compiled code for frequent shapes only: each shape takes most of a minute to compile."""
-        return torch.compiler.set_stance("force_eager") if self._is_compiled and not is_frequent else nullcontext()
+    def _eager_if(self, is_rare: bool) -> AbstractContextManager[Any]:
+        """Run rare shapes uncompiled: each would take longer to compile than it saves."""
+        return torch.compiler.set_stance("force_eager") if self._is_compiled and is_rare else nullcontext()
 
     def _draw_noise(self, count: int) -> Tensor:
         return torch.randn(count, self.pair.generator.noise, generator=self.random, device=self.device)
@@ -230,7 +232,7 @@ class Adversarial(Training):
         self.pair.generator.eval()
         noise = self._reported_batches("generates images", self._fixed_noise)
         labels = torch.split(self._fixed_labels, METRIC_BATCH)
-        with self._compiled_if(False), matmul_precision(self.settings.precision):
+        with self._eager_if(True), matmul_precision(self.settings.precision):
             return torch.cat([self.pair.generator(*batch) for batch in zip(noise, labels, strict=True)])
 
     def _reported_batches(self, activity: str, rows: Tensor) -> Iterator[Tensor]:

@@ -13,6 +13,8 @@ from nero_lab.models.dropout import Dropout
 
 #: Longest padded sentence that the kernels hold on chip.
 MAX_KERNEL_LENGTH = 64
+#: Widest head that they hold on chip.
+MAX_KERNEL_WIDTH = 64
 #: Smallest side of a matrix that Triton multiplies.
 MIN_SIDE = 16
 
@@ -103,16 +105,14 @@ class MultiHeadAttention(nn.Module):
         self.queries, self.keys, self.values, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
         self.dropout = Dropout(dropout)
 
-    def forward(
-        self, words: Tensor, layout: Layout, others: Tensor | None = None, within: Layout | None = None
-    ) -> Tensor:
-        """Attend from words in a line to themselves, or to others with a layout of their own."""
-        if others is None or within is None:
+    def forward(self, words: Tensor, layout: Layout, encoded: tuple[Tensor, Layout] | None = None) -> Tensor:
+        """Attend from words in a line to themselves, or to other words with a layout of their own."""
+        others, within = encoded or (words, layout)
+        if encoded is None:
             own = other = _project(words, self.queries, self.keys, self.values)
-            within = layout
         else:
             own, other = _project(words, self.queries), _project(others, self.keys, self.values)
-        if _fits_kernels(own, layout, within):
+        if _fits_kernels(own, self.out.in_features // layout.shape[0], layout, within):
             return self.out(self._attend_on_line(own, layout, other, within))  # type: ignore[no-any-return]
         queries = layout.rows(own[:, : words.shape[1]])
         keys, values = map(within.rows, torch.split(other, words.shape[1], 1)[-2:])
@@ -122,92 +122,87 @@ class MultiHeadAttention(nn.Module):
 
     def _attend_on_line(self, own: Tensor, layout: Layout, other: Tensor, within: Layout) -> Tensor:
         """Attend by a kernel, whose dropout is seeded by the generator."""
-        keep = self.dropout.keep if self.training else 1.0
+        keep = self.dropout.keep if self.dropout.training else 1.0
         seed = torch.zeros((), dtype=torch.int64, device=own.device)
         if keep < 1:
             seed.random_(generator=self.dropout.generator)
-        is_exact = torch.get_float32_matmul_precision() == "highest"
         bounds = layout.starts, layout.lengths, within.starts, within.lengths
-        attended: Tensor = _attend(
-            own, None if other is own else other, seed, *bounds,
-            layout.shape[0], max(layout.shape[-1], within.shape[-1]), self.scale, keep, self.is_causal, is_exact,
-        )  # fmt: skip
-        return attended
+        width, heads = self.out.in_features, layout.shape[0]
+        constants = {
+            "WIDTH": width // heads,
+            "LENGTH": _power_of_two(max(layout.shape[-1], within.shape[-1])),
+            "BLOCK": _power_of_two(width // heads),
+            "IS_CAUSAL": self.is_causal,
+            "IS_DROPPED": keep < 1,
+            "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+            "enable_fp_fusion": True,
+        }
+        return _Attend.apply(own, None if other is own else other, seed, bounds, heads, self.scale, keep, constants)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _project(words: Tensor, *layers: nn.Module) -> Tensor:
-    """Apply several linear layers without bias by one matrix product."""
-    weights: list[Tensor] = [layer.get_parameter("weight") for layer in layers]
+def _project(words: Tensor, *layers: nn.Linear) -> Tensor:
+    """Apply several linear layers without bias by one matrix product; hooks on the layers do not run."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
     return F.linear(words, weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
-def _fits_kernels(line: Tensor, *layouts: Layout) -> bool:
+def _fits_kernels(line: Tensor, head_width: int, *layouts: Layout) -> bool:
     return (
         all(layout.is_packed and layout.shape[-1] <= MAX_KERNEL_LENGTH for layout in layouts)
+        and head_width <= MAX_KERNEL_WIDTH
         and line.dtype == torch.float32
+        and torch._C._len_torch_dispatch_stack() == 0  # the count of the depth, for instance, traces operations
         and kernels_work(line.device)
     )
 
 
-@torch.library.custom_op("nero_lab::attend", mutates_args=())
-def _attend(
-    own: Tensor, other: Tensor | None, seed: Tensor, own_starts: Tensor, own_lengths: Tensor, other_starts: Tensor,
-    other_lengths: Tensor, heads: int, length: int, scale: float, keep: float, is_causal: bool, is_exact: bool,
-) -> Tensor:  # fmt: skip
-    """Attend by a kernel. ``own`` is queries, keys and values side by side, or queries if ``other`` has the others.
-
-    An operator of torch, unlike a plain function, is seen by the count of the depth.
-    """
-    from nero_lab import kernels
-
-    sources, width, constants = _sources(own, other, heads, length, keep, is_causal, is_exact)
-    out = own.new_zeros(len(own), width)  # a blank's row stays zero
-    bounds = own_starts, own_lengths, other_starts, other_lengths
-    with on(own.device):
-        kernels.attend[(len(own_starts) * heads,)](
-            *sources, out, seed, *bounds, sources[0].stride(0), sources[1].stride(0), width, heads, scale, keep,
-            **constants,
-        )  # fmt: skip
-    return out
+def _power_of_two(size: int) -> int:
+    return max(MIN_SIDE, 1 << (size - 1).bit_length())
 
 
-def _sources(
-    own: Tensor, other: Tensor | None, heads: int, length: int, keep: float, is_causal: bool, is_exact: bool
-) -> tuple[tuple[Tensor, ...], int, dict[str, Any]]:
-    """Return queries, keys and values; their width; and the constants of the kernels."""
-    width = own.shape[1] if other is not None else own.shape[1] // 3
-    sources = own[:, :width], *torch.split(own if other is None else other, width, 1)[-2:]
-    constants = {
-        "WIDTH": width // heads,
-        "LENGTH": max(MIN_SIDE, 1 << (length - 1).bit_length()),
-        "BLOCK": max(MIN_SIDE, 1 << (width // heads - 1).bit_length()),
-        "IS_CAUSAL": is_causal,
-        "IS_DROPPED": keep < 1,
-        "PRECISION": "ieee" if is_exact else "tf32",
-        "enable_fp_fusion": True,
-    }
-    return sources, width, constants
+class _Attend(torch.autograd.Function):
+    """Attention by kernels. ``own`` is queries, keys and values side by side, or queries if ``other`` has the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own: Tensor, other: Tensor | None, seed: Tensor, bounds: tuple[Tensor, ...], *options: Any
+    ) -> Tensor:
+        from nero_lab import kernels
+
+        heads, scale, keep, constants = options
+        ctx.save_for_backward(own, other, seed, *bounds)
+        ctx.options = options
+        queries, keys, values = _split(own, other)
+        out = torch.zeros_like(queries, memory_format=torch.contiguous_format)  # a blank's row stays zero
+        with on(own.device):
+            kernels.attend[(len(bounds[0]) * heads,)](
+                queries, keys, values, out, seed, *bounds, queries.stride(0), keys.stride(0), out.stride(0),
+                heads, scale, keep, **constants,
+            )  # fmt: skip
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from nero_lab import kernels
+
+        if torch.is_grad_enabled():
+            raise RuntimeError("attention in float32 on a GPU has no second derivative: use float64 with create_graph")
+        heads, scale, keep, constants = ctx.options
+        own, other, seed, *bounds = ctx.saved_tensors
+        sources, grad = _split(own, other), grad.contiguous()
+        grads = torch.zeros_like(own), None if other is None else torch.zeros_like(other)
+        with on(own.device):
+            kernels.attend_back[(len(bounds[0]) * heads,)](
+                *sources, grad, *_split(*grads), seed, *bounds, sources[0].stride(0), sources[1].stride(0),
+                grad.stride(0), heads, scale, keep, **constants,
+            )  # fmt: skip
+        return (*grads, *[None] * 6)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    ctx.save_for_backward(*inputs[:7])
-    ctx.options = inputs[7:]
-
-
-def _attend_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    from nero_lab import kernels
-
-    own, other, seed, *bounds = ctx.saved_tensors
-    heads, length, scale, keep, *flags = ctx.options
-    sources, _, constants = _sources(own, other, heads, length, keep, *flags)
-    grad = grad.contiguous()
-    grads = torch.zeros_like(own), None if other is None else torch.zeros_like(other)
-    with on(own.device):
-        kernels.attend_back[(len(bounds[0]) * heads,)](
-            *sources, grad, *_sources(*grads, heads, length, keep, *flags)[0], seed, *bounds,
-            sources[0].stride(0), sources[1].stride(0), grad.stride(0), heads, scale, keep, **constants,
-        )  # fmt: skip
-    return (*grads, *[None] * 11)
-
-
-_attend.register_autograd(_attend_back, setup_context=_save)
+def _split(own: Tensor, other: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values."""
+    if other is None:
+        queries, keys, values = own.chunk(3, 1)
+    else:
+        queries, (keys, values) = own, other.chunk(2, 1)
+    return queries, keys, values

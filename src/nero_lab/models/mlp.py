@@ -38,7 +38,8 @@ def mlp(
 def balanced_mlp(depth: int) -> nn.Sequential:
     """Build the perceptron of :func:`mlp` from balanced weights, as Nero starts it; biases stay as they are."""
     model = mlp(depth)
-    nero.balance_(model)
+    if not next(model.parameters()).is_meta:  # only its size counts then
+        nero.balance_(model)
     return model
 
 

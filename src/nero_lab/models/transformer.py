@@ -112,8 +112,8 @@ class TranslatorLayer(nn.Module):
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
 
     def forward(self, words: Tensor, layout: Layout, *encoded: tuple[Tensor, Layout]) -> Tensor:
-        for attention, others in zip(self.attentions, ((), *encoded), strict=True):
-            words = self.norm(words + self.dropout(attention(words, layout, *others)))
+        for attention, others in zip(self.attentions, (None, *encoded), strict=True):
+            words = self.norm(words + self.dropout(attention(words, layout, others)))
         return self.norm(words + self.dropout(self.feed_forward(words)))  # type: ignore[no-any-return]
 
 
@@ -159,7 +159,8 @@ class Translator(nn.Module):
 
         Args:
             pairs: (N, 2, L): source and target words, padded with blanks.
-            positions: (2, T): positions in the flattened source and target to compute; None: all. See
+            positions: (2, T): positions in the flattened source and target to compute: words in order, then blanks;
+                None: all. See
                 :class:`Layout`. The logits of blanks must not enter the loss.
 
         Returns:

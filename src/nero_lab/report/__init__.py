@@ -34,7 +34,7 @@ def report(records: list[Record], out: Path) -> list[Path]:
     texts = {}
     for task in runs.tasks:
         tables = task_tables(task, runs)
-        figure = f"![{all_published()[task].claim}](figures/{task}.png)\n\n"
+        figure = f"![The runs of {task} beside the published ones](figures/{task}.png)\n\n"
         texts[out / f"{task}.md"] = fill_page(out / f"{task}.md", tables, bare_page(task, tables, figure))
     index, tables = out / "README.md", overview_tables(runs)
     has_table1 = any(all_published()[task].table1_name for task in runs.tasks)

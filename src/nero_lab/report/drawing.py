@@ -61,6 +61,8 @@ STYLES = {
     "adamw": Style("#555555", ">"),
     "adamw-clipped": Style("#999999", "d"),
 }
+#: Seeds whose last values differ by a larger factor are drawn one by one.
+MAX_SEED_RATIO = 3.0
 #: A contender without a style of its own.
 DEFAULT_STYLE = Style("#777777", "X")
 
@@ -92,6 +94,12 @@ def make_entry(row: PublishedRow, runs: Runs, label: str | None = None) -> Entry
 def all_values(entries: Sequence[Entry], measure: Measure) -> list[float]:
     """Return a measure's values in every run and epoch."""
     return [value for entry in entries for run in entry.runs for value in run.curves[measure]]
+
+
+def have_outliers(entries: Sequence[Entry], measure: Measure) -> bool:
+    """Return whether the seeds of a contender end so far apart that a mean and a range show none of them."""
+    last = [[run.curves[measure][-1] for run in entry.runs] for entry in entries if entry.runs]
+    return any(max(values) > MAX_SEED_RATIO * min(values) for values in last)
 
 
 def make_panels(

@@ -28,6 +28,7 @@ from nero_lab.report.drawing import (
     draw_curve,
     draw_paper_strip,
     draw_stored,
+    have_outliers,
     make_entry,
     make_panels,
 )
@@ -78,15 +79,18 @@ def draw_table1(runs: Runs) -> Figure:
     is_marked = False
     for axes, facts in zip(panels, tasks, strict=False):
         entries = [make_entry(row, runs) for row in table1_rows(facts)]
+        show_seeds = facts.measure != "reward" and have_outliers(entries, facts.measure)
         for place, entry in enumerate(entries):
-            draw_curve(axes, entry, facts.measure, place, len(entries))
+            draw_curve(axes, entry, facts.measure, place, len(entries), show_seeds=show_seeds)
         is_marked |= _set_table1_scale(axes, entries, facts)
         if facts.is_comparable:
             draw_paper_strip(axes, entries, facts)
         note_if_empty(axes, entries)
-        seeds = ", ".join(str(len(entry.runs)) for entry in entries)
-        unit = "steps of the game" if facts.measure == "reward" else "epoch"
-        style_axes(axes, f"{unit}; seeds: {seeds}", "")
+        counts = [len(entry.runs) for entry in entries]
+        names = ", ".join(f"{entry.label} {count}" for entry, count in zip(entries, counts, strict=True))
+        seeds = f"{counts[0]} each" if len(set(counts)) == 1 else names
+        unit = "steps" if facts.measure == "reward" else "epoch"
+        style_axes(axes, f"{unit}\nseeds: {seeds}", "")
         axes.set_title(
             str(facts.table1_name).partition(", transformer")[0], fontsize=10, weight="bold", loc="left", pad=21
         )
@@ -106,7 +110,7 @@ def draw_table1(runs: Runs) -> Figure:
         for name in TABLE1_COLUMNS
     ]
     handles += [
-        Patch(color=GREY, alpha=0.25, linewidth=0, label="range over seeds"),
+        Patch(color=GREY, alpha=0.25, linewidth=0, label="range over seeds, or each"),
         Line2D([], [], color=GREY, linewidth=0, marker="o", mfc="white", label="paper, mean ± spread"),
     ]
     if is_marked:
@@ -211,10 +215,10 @@ def _draw_errors(facts: Published, runs: Runs) -> Figure:
     measures: dict[Measure, str] = {"train_error": "Train error", "test_error": "Test error"}
     if facts.measure == "valid_perplexity":
         measures = {"train_perplexity": "Train perplexity", "valid_perplexity": "Validation perplexity"}
-    is_marked = False
+    is_marked, show_seeds = False, have_outliers(entries, facts.measure)
     for axes, (measure, title) in zip(panels, measures.items(), strict=True):
         for place, entry in enumerate(entries):
-            draw_curve(axes, entry, measure, place, len(entries))
+            draw_curve(axes, entry, measure, place, len(entries), show_seeds=show_seeds)
             if facts.stored_curves and measure == facts.measure:
                 draw_stored(axes, entry, facts)
         set_log_scale(axes, entries, measure, facts)
@@ -227,7 +231,7 @@ def _draw_errors(facts: Published, runs: Runs) -> Figure:
     if not facts.stored_curves and facts.is_comparable:
         draw_paper_strip(panels[1], entries, facts)
     label_ends(panels[1], entries, facts)
-    draw_key(figure, entries, facts, marks=[_peak_mark()] if is_marked else [])
+    draw_key(figure, entries, facts, show_seeds=show_seeds, marks=[_peak_mark()] if is_marked else [])
     return figure
 
 

@@ -159,17 +159,22 @@ def kernels(monkeypatch):
     return "cpu" if INTERPRETED else "cuda"
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Return the calls of the attention's kernels."""
+    calls, apply = [], attention._Attend.apply
+    monkeypatch.setattr(attention._Attend, "apply", lambda *given: calls.append(given) or apply(*given))
+    return calls
+
+
 @pytest.mark.no_cover
 @pytest.mark.parametrize("positions_multiple", [1, 4])
-def test_attention_kernel_matches_padded_rows(kernels, monkeypatch, positions_multiple):
+def test_attention_kernel_matches_padded_rows(kernels, launched, monkeypatch, positions_multiple):
     """Compare outputs and all gradients, with sentences of many lengths and heads of an odd width."""
     monkeypatch.setattr(pairs, "POSITIONS_MULTIPLE", positions_multiple)
     data = make_data("multi30k", examples=7, tests=3).to(kernels)
     torch.manual_seed(0)
     model = Translator(len(data.vocabulary), width=18, heads=3, hidden=8, layers=2, dropout=0.0).to(kernels)
-    launched = []
-    attend = attention._attend
-    monkeypatch.setattr(attention, "_attend", lambda *args: launched.append(args) or attend(*args))
     for words, places, labels in data.train.batches(4):
         found = []
         for most in (64, 0):
@@ -183,6 +188,24 @@ def test_attention_kernel_matches_padded_rows(kernels, monkeypatch, positions_mu
 
 
 @pytest.mark.no_cover
+def test_attention_kernel_leaves_what_it_cannot_do(kernels, launched, monkeypatch):
+    words = torch.randint(1, 20, (2, 2, 5), device=kernels)
+    places = torch.arange(10, device=kernels).repeat(2, 1)
+    model = Translator(20, width=16, heads=2, hidden=8, layers=1).to(kernels).eval()
+    depth = nero.depth_of(model, words, places)  # traces operations, which kernels hide
+    model.double()(words, places)
+    monkeypatch.setattr(attention, "MAX_KERNEL_WIDTH", 7)
+    model.float()(words, places)
+    assert not launched
+    monkeypatch.setattr(attention, "MAX_KERNEL_WIDTH", 8)
+    weights = list(model.parameters())
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(model(words, places).square().sum(), weights, create_graph=True)
+    assert len(launched) == 3
+    assert depth == nero.depth_of(model, words, places)
+
+
+@pytest.mark.no_cover
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_kernel_dropout_follows_its_mask(kernels, is_causal):
     """Read the mask off values that are unit vectors, and compare with softmax, mask and product."""
@@ -192,12 +215,14 @@ def test_attention_kernel_dropout_follows_its_mask(kernels, is_causal):
     starts = lengths.cumsum(0, dtype=torch.int32) - lengths
     own = torch.randn(21, heads * length, device=kernels)
     other = torch.randn(21, 2 * heads * length, device=kernels)
+    constants = {"WIDTH": length, "LENGTH": 16, "BLOCK": 16, "IS_CAUSAL": is_causal, "IS_DROPPED": True}
+    constants |= {"PRECISION": "ieee", "enable_fp_fusion": True}
 
     def attend(own, other, seed=3):
-        return attention._attend(
-            own, other, torch.tensor(seed, device=kernels), starts, lengths, starts, lengths, heads, length, 4.0, 0.5,
-            is_causal, True,
-        )  # fmt: skip
+        bounds = starts, lengths, starts, lengths
+        return attention._Attend.apply(
+            own, other, torch.tensor(seed, device=kernels), bounds, heads, 4.0, 0.5, constants
+        )
 
     units = torch.eye(length, device=kernels).repeat(2, heads)[:21]
     uniform = torch.cat([torch.zeros_like(units), units], 1)

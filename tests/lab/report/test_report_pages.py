@@ -1,5 +1,6 @@
 """Pages and figures: a report fills the marked blocks, names files that it cannot use, and draws every contender."""
 
+import itertools
 import json
 import math
 import random
@@ -260,9 +261,16 @@ def test_figure_of_table1_shows_the_committed_records():
             name: [ENDS[facts.measure](record["curve"]) for record in records if is_of(record, facts, name)]
             for name in ("nero", "sgd", "adam", "lamb")
         }
-        drawn = [line.get_ydata()[-1] for line in axes.lines if len(line.get_xdata()) > 5]
-        assert drawn == pytest.approx([sum(values) / len(values) for values in ends.values() if values])
-        assert axes.get_xlabel().endswith(f"seeds: {', '.join(str(len(values)) for values in ends.values())}")
+        curves = [line for line in axes.lines if len(line.get_xdata()) > 5]
+        means = [line.get_ydata()[-1] for line in curves if line.get_marker() != "None"]
+        assert means == pytest.approx([sum(values) / len(values) for values in ends.values() if values])
+        seeds = [line.get_ydata()[-1] for line in curves if line.get_marker() == "None"]
+        far = facts.task == "cifar10-vgg11"  # one of Adam's seeds collapsed
+        assert sorted(seeds) == pytest.approx(sorted(itertools.chain(*ends.values())) if far else [])
+        counts = [f"{label} {len(ends[label.lower()])}" for label in ("Nero", "SGD", "Adam", "LAMB")]
+        same = len(set(map(len, ends.values()))) == 1
+        expected = f"{len(ends['nero'])} each" if same else ", ".join(counts)
+        assert axes.get_xlabel().endswith(f"\nseeds: {expected}")
         assert sum(line.get_markerfacecolor() == "white" for line in axes.lines) == 4 * facts.is_comparable
 
 

@@ -80,6 +80,8 @@ def _overlaps(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     else:
         return False
+    if sum(stride * (size - 1) for stride, size in axes) + 1 < tensor.numel():
+        return True  # more elements than places
     offsets = torch.zeros(1, dtype=torch.int64, device="cpu")  # axes may interleave without overlap
     for stride, size in axes:
         offsets = torch.unique(offsets[:, None] + stride * torch.arange(size, device="cpu"))

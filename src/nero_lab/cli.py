@@ -258,12 +258,21 @@ def plan(
         check_precision(settings.precision, where)
     for each in {cell.task.name: cell.task for cell in cells if cell.missing}.values():
         Store(records).check(each, bytes_needed(each, run))
-    for name in sorted({cell.task.dataset for cell in cells if cell.missing} - {"imagenet"}):
-        load_data(console, name, data)  # downloads what is missing, before many processes do
+    datasets = {cell.task.name: cell.task.dataset for cell in cells if cell.missing}
+    missing = {name for name in sorted({*datasets.values()} - {"imagenet"}) if not _can_load(name, data)}
+    runs = [settings for settings in seconds if datasets[settings.task] not in missing]
     with exit_if_stopped(console):
-        train_in_processes(
-            list(seconds), data, where, records, run, minutes=minutes, say=console.print, seconds=seconds
-        )
+        train_in_processes(runs, data, where, records, run, minutes=minutes, say=console.print, seconds=seconds)
+
+
+def _can_load(name: str, folder: Path | None) -> bool:
+    """Load data, which downloads what is missing, before many processes do. Print why if that fails."""
+    try:
+        load_data(console, name, folder)
+    except DataError as error:
+        console.print(f"left out, all runs on {name}: {error}")
+        return False
+    return True
 
 
 @app.command()

@@ -62,7 +62,7 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
     for cell in cells:
         by_task.setdefault(cell.task.name, {}).setdefault(cell.contender, []).append(cell)
     total, seconds, not_timed = 0, 0.0, 0
-    stand_ins: dict[str, str] = {}
+    stand_ins: dict[tuple[str, str], None] = {}
     for task, contenders in by_task.items():
         for contender, own in contenders.items():
             counts = {cell.part: f"{cell.wanted - len(cell.missing)} of {cell.wanted or '?'}" for cell in own}
@@ -73,14 +73,14 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
             seconds += missing * (one or 0.0)
             not_timed += missing if one is None else 0
             on_stand_in = {settings: data for cell in own for settings, data in cell.stand_ins.items()}
-            stand_ins |= dict.fromkeys(on_stand_in.values(), task)
+            stand_ins |= dict.fromkeys((task, data) for data in on_stand_in.values())
             note = f"  {len(on_stand_in)} on a stand-in" if on_stand_in else ""
             yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time) + note
     times = [f"about {duration(seconds)} on an NVIDIA H200, one by one"] if seconds else []
     if not_timed:
         times.append(f"{not_timed} of them were never timed" if seconds else "their times are not known")
     yield f"{total} runs are missing" + (f": {'; '.join(times)}" if times else "")
-    for data, task in stand_ins.items():
+    for task, data in stand_ins:
         yield f"a stand-in: {task} was run on {dataset_name(data)}; runs on a stand-in count as missing"
     if any(cell.part == "seeds" and not cell.wanted for cell in cells):
         yield "0 of ?: seeds follow when the search is complete, at its best rate; repeat the command then"

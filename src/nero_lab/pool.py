@@ -131,7 +131,7 @@ class _Report:
         self,
         runs: Sequence[Settings],
         seconds: Mapping[Settings, float | None],
-        first: Sequence[float],
+        first: MutableSequence[float],
         share: MutableSequence[float],
         say: Callable[[str], None],
     ) -> None:
@@ -159,7 +159,9 @@ class _Report:
         self.active.remove(place)
         if result is not None:
             self.done += 1
-            self.share[place] = 1.0  # a run that was finished before has made no steps
+            if not self.share[place]:
+                self.first[place] = 1.0  # a run that was finished before has made no steps
+            self.share[place] = 1.0
             self.say(f"{_name(self.runs[place])}: {result}; {self._so_far()}")
 
     def failed(self, place: int, error: Exception) -> None:
@@ -265,7 +267,7 @@ def _train(place: int, settings: Settings) -> str | None:
         except KeyboardInterrupt:
             return None
     metrics = format_metrics(task, {name: values[-1] for name, values in record["curve"].items()})
-    return f"{metrics} in {duration(record['seconds'])}"
+    return f"{metrics or 'diverged'} in {duration(record['seconds'])}"
 
 
 def _share(training: Training | Snapshot) -> float:

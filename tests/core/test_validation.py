@@ -252,8 +252,13 @@ def test_parameter_created_in_inference_mode_raises():
 
 @pytest.mark.parametrize(
     "shared",
-    [torch.randn(1, 6).expand(3, 6), torch.randn(12).as_strided((5, 4), (2, 1)), torch.randn(9).unfold(0, 3, 2)],
-    ids=["expanded", "strided", "unfolded"],
+    [
+        torch.randn(1, 6).expand(3, 6),
+        torch.randn(12).as_strided((5, 4), (2, 1)),
+        torch.randn(9).unfold(0, 3, 2),
+        torch.zeros(60_000).unfold(0, 2000, 1),
+    ],
+    ids=["expanded", "strided", "unfolded", "long"],
 )
 def test_parameter_sharing_its_memory_raises_before_a_change(shared: Tensor):
     weight = torch.randn(4, 8)

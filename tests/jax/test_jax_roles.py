@@ -150,9 +150,8 @@ def test_roles_that_names_do_not_tell_raise(name: str, shape: tuple[int, ...]):
     assert roles_of(params, {f"{own}$": (1,)}) == {own: Role("neuron", (1,))}
 
 
-@pytest.mark.parametrize("shape", [(12,), (8, 4)])
-def test_roles_of_array_without_name_raise(shape: tuple[int, ...]):
-    params = jnp.ones(shape)
+def test_roles_of_array_without_name_raise():
+    params = jnp.ones(12)
     flattened = {"Dense_0": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(4)}}
     for call in (
         lambda: nero.jax.nero().init(params),
@@ -162,6 +161,9 @@ def test_roles_of_array_without_name_raise(shape: tuple[int, ...]):
         with pytest.raises(ValueError, match=r"one array of shape \(.*leave out optax\.flatten"):
             call()
     nero.jax.nero(roles=Role("bias")).init(params)
+    with pytest.raises(ValueError, match="do not tell the fan-in axes"):
+        nero.jax.nero().init(jnp.ones((8, 4)))
+    nero.jax.nero().init(jnp.array(1.0))
 
 
 def test_overrides_search_the_path_and_the_last_match_counts():

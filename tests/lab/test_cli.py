@@ -20,7 +20,7 @@ from rich.console import Console
 import nero
 import nero_lab.command
 from nero_lab import cli, session
-from nero_lab.data import load
+from nero_lab.data import DataError, load
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import mlp
 from nero_lab.provenance import commit
@@ -76,6 +76,20 @@ def test_nero_plan_compares_the_committed_records(command):
     assert code == 0
     assert printed.splitlines()[-1] == "0 runs are missing"
     assert printed.count("3 of 3") == len(TASKS["mnist-deep"].contenders)
+
+
+def test_nero_plan_leaves_out_data_that_cannot_be_loaded(command, monkeypatch, tmp_path):
+    def load_data(_, name, folder):
+        if name == "wikitext2":
+            raise DataError(f"{folder} lacks it")
+
+    given = []
+    monkeypatch.setattr(cli, "load_data", load_data)
+    monkeypatch.setattr(cli, "train_in_processes", lambda runs, *_, **__: given.extend(runs))
+    code, printed = command("plan", "wikitext2", "mnist-deep", "--records", tmp_path, "--run", 2, "--data", tmp_path)
+    assert code == 0
+    assert f"left out, all runs on wikitext2: {tmp_path} lacks it" in printed.splitlines()
+    assert {settings.task for settings in given} == {"mnist-deep"}
 
 
 def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):

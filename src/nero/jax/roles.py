@@ -67,7 +67,7 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
     if unused:
         names = ", ".join(name_of(path) for path, _ in leaves[:4])
         raise ValueError(f"overrides {sorted(unused)} match no parameter; the names are like {names}")
-    if unknown and known == {""}:
+    if unknown and known == {""} and len(jnp.shape(leaves[0][1])) == 1:
         raise ValueError(
             f"params are one array of shape{unknown[0]}, which has no name to tell its role: leave out optax.flatten, "
             "which joins neurons, gains and biases; or give its role, as in roles=nero.jax.Role('bias')"
@@ -99,7 +99,7 @@ def _role(name: str, shape: tuple[int, ...], names: Container[str]) -> Role | No
         return Role("gain", (), why=own)
     if _VECTORS.fullmatch(own) and shape:
         return Role("neuron", (-1,), why=own).on(shape)
-    if len(shape) < 2 and name:
+    if len(shape) < 2 and (name or not shape):
         return Role("bias", (), why="shape")
     if not _KERNEL.fullmatch(own):
         return None

@@ -477,7 +477,7 @@ def test_processes_say_which_runs_start_and_what_is_left(tmp_path, monkeypatch):
     first, second = (f"tiny, nero at 0.01, seed {seed}: " for seed in range(2))
     assert [line for line in lines if line.startswith("tiny")][::2] == [f"{first}starts", f"{second}starts"]
     assert any(re.fullmatch(r"1 under way, at \d+%; 0 of 2 done.*", line) for line in lines)
-    (done,) = (line for line in lines if "; 1 of 2 done" in line)
+    (done,) = (line for line in lines if line.startswith(first) and "; 1 of 2 done" in line)
     assert re.fullmatch(rf"{first}train .*%, test .*% in \d+ s; 1 of 2 done, about \d+ s left", done)
 
 

@@ -263,6 +263,8 @@ def plan(
     runs = [settings for settings in seconds if datasets[settings.task] not in missing]
     with exit_if_stopped(console):
         train_in_processes(runs, data, where, records, run, minutes=minutes, say=console.print, seconds=seconds)
+    if missing:
+        raise DataError(f"{len(seconds) - len(runs)} runs were left out: see above")
 
 
 def _can_load(name: str, folder: Path | None) -> bool:

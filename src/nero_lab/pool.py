@@ -2,13 +2,15 @@
 
 import math
 import os
+import signal
 import threading
 import time
 from _thread import interrupt_main
-from collections.abc import Callable, Mapping, MutableSequence, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -80,34 +82,41 @@ def train_in_processes(
     arguments = stop, folder, device, root, find, processes, first, share
     with (
         deferred_interrupts(lambda: say("stopping to save the runs")) as interrupted,
-        ProcessPoolExecutor(processes, context, _begin, arguments) as pool,
+        _processes(context, arguments) as start,
     ):
-        waiting, active = list(range(len(runs)))[::-1], dict[Future[str | None], int]()
+        waiting, active, idle, dead = list(range(len(runs)))[::-1], dict[Connection, int](), list[Connection](), ""
         while active or (waiting and not stop.is_set()):
             is_over = time.monotonic() >= deadline
             if is_over and not stop.is_set():
                 say("the time is over: saving the runs")
-            if is_over or interrupted():
+            if is_over or interrupted() or dead:
                 stop.set()
-            # not all at once: runs that wait in the pool could not be left out after the deadline
+            # not all at once: runs that wait in a pipe could not be left out after the deadline
             while waiting and len(active) < processes and not stop.is_set():
-                place = waiting.pop()
-                active[pool.submit(_train, place, runs[place])] = place
+                place, pipe = waiting.pop(), idle.pop() if idle else start()
+                active[pipe] = place
+                with suppress(OSError):  # a process that has died answers with an end of file
+                    pipe.send((place, runs[place]))
                 report.started(place)
-            for future in wait(active, POLL_EVERY_S, FIRST_COMPLETED).done:
-                place = active.pop(future)
+            ready = wait(list(active), POLL_EVERY_S)
+            for pipe in [each for each in active if each in ready]:
+                place = active.pop(pipe)
                 try:
-                    result = future.result()
-                except BrokenProcessPool as error:
-                    hint = "see `dmesg` for lack of memory, and repeat the command to continue"
-                    raise StoreError(f"a process died while it trained {runs[place].task}: {hint}") from error
-                except Exception as error:
-                    report.failed(place, error)
+                    result, fault = pipe.recv()
+                except (EOFError, OSError):
+                    result, fault, dead = None, "", runs[place].task
+                else:
+                    idle.append(pipe)
+                if fault:
+                    report.failed(place, fault)
                 else:
                     report.ended(place, result)
             report.look()
         if interrupted():
             raise KeyboardInterrupt(interrupted())
+    if dead:
+        hint = "see `dmesg` for lack of memory, and repeat the command to continue"
+        raise StoreError(f"a process died while it trained {dead}: {hint}")
     say(f"{report.done} of {len(runs)} runs done; records in {root}")
     if failures := report.failures:
         raise StoreError(f"{failures} of {len(runs)} runs failed: see above, and repeat the command for the others")
@@ -164,12 +173,12 @@ class _Report:
             self.share[place] = 1.0
             self.say(f"{_name(self.runs[place])}: {result}; {self._so_far()}")
 
-    def failed(self, place: int, error: Exception) -> None:
+    def failed(self, place: int, fault: str) -> None:
         """Say that a run has failed."""
         self.active.remove(place)
         self.failures += 1
         self.work[place] = 0.0
-        self.say(f"{_name(self.runs[place])} failed: {error!r}")
+        self.say(f"{_name(self.runs[place])} failed: {fault}")
 
     def look(self) -> None:
         """Say how far the runs are, once in a while."""
@@ -203,6 +212,36 @@ def _name(settings: Settings) -> str:
     return f"{settings.task}, {settings.optimiser} at {settings.lr:g}, seed {settings.seed}"
 
 
+@contextmanager
+def _processes(context: SpawnContext, arguments: tuple[Any, ...]) -> Iterator[Callable[[], Connection]]:
+    """Yield a function that starts a process and returns a pipe to it. At the end, all save their runs and end.
+
+    A ProcessPoolExecutor would wait for ever when a process has died: the others survive its signal to end.
+    """
+    started, (stop, *_) = dict[Connection, Any](), arguments
+
+    def start() -> Connection:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(theirs, *arguments))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: Ctrl-C is for the command alone
+        try:
+            process.start()
+            started[ours] = process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        return ours
+
+    try:
+        yield start
+    finally:
+        stop.set()
+        for pipe in started:
+            pipe.close()
+        for process in started.values():
+            process.join()
+
+
 class _Worker(RunObserver):
     """State that a process keeps from run to run. As an observer, it interrupts a run if the command is interrupted."""
 
@@ -233,37 +272,41 @@ class _Worker(RunObserver):
             interrupt_main()  # train saves the run after this step
 
 
-_worker: _Worker
-
-
-def _begin(*arguments: Any) -> None:
-    """Prepare a process."""
-    global _worker
-    os.setsid()  # an interrupt from the keyboard reaches the command alone, which sets ``stop``
+def _work(pipe: Connection, *arguments: Any) -> None:
+    """Train the runs that come through a pipe, until it is closed. Send the result of each, or the error as text."""
+    os.setsid()  # a closed terminal ends the command alone, which sets ``stop``
     torch.set_num_threads(1)
-    _worker = _Worker(*arguments)
-    threading.Thread(target=_follow, daemon=True).start()
+    worker = _Worker(*arguments)
+    threading.Thread(target=_follow, args=(worker,), daemon=True).start()
+    with suppress(EOFError, OSError):
+        while True:
+            place, settings = pipe.recv()
+            try:
+                answer = _train(worker, place, settings), ""
+            except Exception as error:
+                answer = None, repr(error)
+            pipe.send(answer)
 
 
-def _follow() -> None:
+def _follow(worker: _Worker) -> None:
     """End this process when the command has died, after its run is saved."""
     if command := parent_process():
         command.join()
-        _worker.stop.set()
-        with _worker.busy:
+        worker.stop.set()
+        with worker.busy:
             os._exit(1)
 
 
-def _train(place: int, settings: Settings) -> str | None:
+def _train(worker: _Worker, place: int, settings: Settings) -> str | None:
     """Train one run in this process. Return its result as text, or None if the command was interrupted."""
-    if settings.task != _worker.task:
+    if settings.task != worker.task:
         torch.compiler.reset()  # code compiled for other shapes would count towards torch's limit
-        _worker.task = settings.task
-    _worker.place = place
-    task, data = _worker.find(settings, _worker.folder, _worker.device)
-    with _worker.busy:
+        worker.task = settings.task
+    worker.place = place
+    task, data = worker.find(settings, worker.folder, worker.device)
+    with worker.busy:
         try:
-            record = train(task, [settings], data, _worker.store, _worker)[0]
+            record = train(task, [settings], data, worker.store, worker)[0]
         except KeyboardInterrupt:
             return None
     metrics = format_metrics(task, {name: values[-1] for name, values in record["curve"].items()})

@@ -131,10 +131,32 @@ def find_fast(settings, *_):
     return FAST, make_data()
 
 
-def find_and_interrupt(*_):
-    """Interrupt the command that has started this process, and find a task that is slow enough to notice it."""
-    os.kill(os.getppid(), signal.SIGINT)
+def find_slow(*_):
+    """Find a task that is slow enough to notice an interrupt."""
     return replace(FAST, loop=Slow), make_data()
+
+
+def find_and_interrupt(*_):
+    """Interrupt the command that has started this process, and find a slow task."""
+    os.kill(os.getppid(), signal.SIGINT)
+    return find_slow()
+
+
+class Announced(Slow):
+    """A run that leaves a file when it is under way."""
+
+    def advance(self):
+        Path(self.data.name, "begun").touch()
+        super().advance()
+
+
+def find_and_die(settings, folder, _):
+    """Find a slow task, or kill this process for seed 0 when another run is under way."""
+    while settings.seed == 0:
+        if (folder / "begun").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+    return replace(FAST, loop=Announced), replace(make_data(), name=str(folder))
 
 
 class Orphaned(Slow):

@@ -87,7 +87,8 @@ def test_nero_plan_leaves_out_data_that_cannot_be_loaded(command, monkeypatch, t
     monkeypatch.setattr(cli, "load_data", load_data)
     monkeypatch.setattr(cli, "train_in_processes", lambda runs, *_, **__: given.extend(runs))
     code, printed = command("plan", "wikitext2", "mnist-deep", "--records", tmp_path, "--run", 2, "--data", tmp_path)
-    assert code == 0
+    left = len(TASKS["wikitext2"].contenders) * (len(TASKS["wikitext2"].grid) + 2)
+    assert code == f"nero: {left} runs were left out: see above"
     assert f"left out, all runs on wikitext2: {tmp_path} lacks it" in printed.splitlines()
     assert {settings.task for settings in given} == {"mnist-deep"}
 

@@ -24,6 +24,7 @@ from lab.helpers import (
     assert_close_records,
     checkpoint_every_step,
     comparable,
+    find_and_die,
     find_and_interrupt,
     find_fast,
     make_data,
@@ -405,15 +406,53 @@ def test_processes_train_all_but_a_run_that_fails(tmp_path):
     assert {record["side_by_side"] for record in read_records(tmp_path)} == {2}
 
 
-def test_interrupted_processes_save_their_runs(tmp_path):
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupted_processes_save_their_runs(times, tmp_path):
     runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(2)], []
+
+    def say(line):
+        lines.append(line)
+        if line.startswith("stopping") and times == 2:
+            signal.raise_signal(signal.SIGINT)
+
     with pytest.raises(KeyboardInterrupt):
-        train_in_processes(runs, None, CPU, tmp_path, 1, minutes=9.0, say=lines.append, find=find_and_interrupt)
+        train_in_processes(runs, None, CPU, tmp_path, 1, minutes=9.0, say=say, find=find_and_interrupt)
     assert lines[-1] == "stopping to save the runs"
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
     assert not list(tmp_path.rglob("*.json"))
     train(TASK, runs, make_data(), Store(tmp_path), RecordingObserver())
     assert [record["resumed"] > 0 for record in read_records(tmp_path)] == [True, False]
+
+
+def test_interrupt_from_the_keyboard_spares_processes_that_start(tmp_path):
+    """A terminal sends it to all processes of its foreground group."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, signal, sys; from pathlib import Path\n"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from lab.helpers import CPU, FAST, find_slow\n"
+        "from nero_lab.pool import train_in_processes\n"
+        "if __name__ == '__main__':\n"
+        "    say = lambda line: line.endswith('starts') and os.killpg(0, signal.SIGINT)\n"
+        "    try:\n"
+        "        runs = [FAST.settings('nero')]\n"
+        "        train_in_processes(runs, None, CPU, Path(), 1, minutes=9.0, say=say, find=find_slow)\n"
+        "    except KeyboardInterrupt:\n"
+        "        sys.exit(130)\n"
+    )
+    command = [sys.executable, script]
+    done = subprocess.run(command, timeout=120, check=False, cwd=tmp_path, start_new_session=True, capture_output=True)
+    assert done.returncode == 130, done.stderr
+    assert b"Traceback" not in done.stderr
+    assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
+
+
+def test_runs_are_saved_when_a_process_dies(tmp_path):
+    runs = [TASK.settings("nero", 0.01, seed) for seed in range(3)]
+    with pytest.raises(StoreError, match="a process died while it trained tiny"):
+        train_in_processes(runs, tmp_path, CPU, tmp_path, 2, minutes=9.0, say=print, find=find_and_die)
+    assert [path.name for path in tmp_path.rglob("*.checkpoint")] == ["nero-lr0.01-seed1.checkpoint"]
+    assert not list(tmp_path.rglob("*.json"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

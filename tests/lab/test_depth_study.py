@@ -24,7 +24,6 @@ from nero_lab.models.mlp import mlp, normed_mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
 from nero_lab.protocol import SettingError
-from nero_lab.report.depth.__main__ import PAGES, main
 from nero_lab.report.depth.study import (
     CHANCE,
     LEARNING_LAYERS,
@@ -35,15 +34,12 @@ from nero_lab.report.depth.study import (
     breaks_down,
     read_study,
 )
-from nero_lab.report.depth.tables import TABLES, fill
-from nero_lab.report.markdown import BLOCK
 from nero_lab.store import read_records
 from nero_lab.tasks import TASKS, depth, paper, task_named
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST, TRUSTS
 
 ROOT = Path(__file__).parents[2]
-TEXTS = {name: (ROOT / name).read_text() for name in PAGES}
-GUIDE, PAGE = TEXTS.values()
+GUIDE, PAGE = ((ROOT / f"docs/{name}.md").read_text() for name in ("guide/auto", "studies/depth"))
 
 
 @pytest.fixture(scope="module")
@@ -73,27 +69,6 @@ def test_records_have_options_of_their_contenders():
         else:
             options = dict(task_named(task, contender).contenders[contender].options)
         assert record["options"] == options, (task, contender)
-
-
-def test_pages_show_every_table_once():
-    names = [name for text in TEXTS.values() for _, name, _ in BLOCK.findall(text)]
-    assert sorted(names) == sorted(TABLES)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_page_tables_equal_records(name: str, study: Study):
-    assert fill(TEXTS[name], study) == TEXTS[name]
-
-
-def test_main_fills_pages_and_draws_figure(tmp_path: Path):
-    for name in ("results", "benchmarks"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for name, text in TEXTS.items():
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).write_text(BLOCK.sub(r"\1\3", text))
-    main(tmp_path)
-    assert {name: (tmp_path / name).read_text() for name in PAGES} == TEXTS
-    assert (tmp_path / "docs/figures/auto.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("block", range(2))

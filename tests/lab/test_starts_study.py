@@ -1,4 +1,4 @@
-"""The study of parameters that start at zero: its page against its records, its variants, and one short run."""
+"""The study of parameters that start at zero: its records, its variants, and one short run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +16,8 @@ from nero_lab.store import read_json_lines
 ROOT = Path(__file__).parents[2]
 
 
-def test_page_shows_the_committed_records(tmp_path: Path):
-    for path in (tables.PAGE, tables.RECORDS):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
-    tables.main(tmp_path)
-    assert (tmp_path / tables.PAGE).read_text() == (ROOT / tables.PAGE).read_text()
-
-
 def test_records_support_the_rulings():
-    records = read_json_lines(ROOT / tables.RECORDS)
+    records = read_json_lines(ROOT / "results/studies/starts.jsonl")
 
     def mean(case: str, contender: str, lr: float = 0.01) -> float:
         found = tables.losses(records, case, contender, lr)

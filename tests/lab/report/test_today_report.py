@@ -1,4 +1,4 @@
-"""The study of today's optimisers: its rule, numbers from made-up records, and pages against the committed ones."""
+"""The study of today's optimisers: its rule, and its tables and figures from made-up records."""
 
 import json
 import math
@@ -7,17 +7,13 @@ from typing import Any
 
 import pytest
 
-from nero_lab.report.markdown import BLOCK
-from nero_lab.report.today.__main__ import PAGES, main
 from nero_lab.report.today.figures import FIGURES
 from nero_lab.report.today.significance import is_better, welch_p
 from nero_lab.report.today.study import Study, read_study, width_near
-from nero_lab.report.today.tables import TABLES, fill
+from nero_lab.report.today.tables import TABLES
 from nero_lab.store import StoreError
 from nero_lab.tasks import TASKS
 
-ROOT = Path(__file__).parents[3]
-TEXTS = {name: (ROOT / name).read_text() for name in PAGES}
 EPOCHS = 4
 
 
@@ -302,22 +298,3 @@ def test_tables_have_no_long_cell(records: list[dict[str, Any]]):
     study = Study(records)
     for name, table in TABLES.items():
         assert max(len(cell) for row in [[""], *rows_of(table(study))] for cell in row) <= 80, name
-
-
-def test_pages_show_every_table_once():
-    names = [name for text in TEXTS.values() for _, name, _ in BLOCK.findall(text)]
-    assert sorted(names) == sorted(TABLES)
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_page_tables_equal_records(name: str):
-    assert fill(TEXTS[name], read_study(ROOT)) == TEXTS[name]
-
-
-def test_main_without_records_draws_nothing(tmp_path: Path):
-    (tmp_path / "docs/today").mkdir(parents=True)
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
-    main(tmp_path)
-    assert not (tmp_path / "docs/today/figures").exists()
-    assert "](figures/" not in (tmp_path / PAGES[1]).read_text()

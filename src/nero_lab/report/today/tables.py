@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 
-from nero_lab.report.markdown import fill_blocks, plural, render_table
+from nero_lab.report.markdown import plural, render_table
 from nero_lab.report.names import display_name
 from nero_lab.report.tables import NOT_RUN
 from nero_lab.report.today.figures import FIGURES, TARGET
@@ -218,11 +218,6 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "airbench-rates": airbench_rates,
     **{f"figure-{name}": partial(figure, name=name) for name in FIGURES},
 }
-
-
-def fill(page: str, study: Study) -> str:
-    """Return the page with its tables filled from the study."""
-    return fill_blocks(page, lambda name: TABLES[name](study))
 
 
 def _name(contender: str) -> str:

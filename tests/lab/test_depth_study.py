@@ -24,7 +24,7 @@ from nero_lab.models.mlp import mlp, normed_mlp
 from nero_lab.models.transformer import Translator, language_model
 from nero_lab.models.vgg import vgg11
 from nero_lab.protocol import SettingError
-from nero_lab.report.depth.study import (
+from nero_lab.report.depth import (
     CHANCE,
     LEARNING_LAYERS,
     NETWORKS,

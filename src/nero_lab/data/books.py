@@ -12,10 +12,9 @@ from torch import Tensor
 
 from nero_lab.data import bpe, sources
 from nero_lab.data.book_files import read_text
-from nero_lab.data.dataset import DataError
+from nero_lab.data.dataset import IGNORED_LABEL, DataError
 from nero_lab.data.download import replacing
 from nero_lab.data.folder import Folder
-from nero_lab.data.texts import IGNORED_LABEL
 
 #: Tokens that a window holds, the context of the language model; the labels are the tokens that follow.
 WINDOW = 256

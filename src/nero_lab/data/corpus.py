@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from nero_lab.data import sources
-from nero_lab.data.dataset import DataError
+from nero_lab.data.dataset import IGNORED_LABEL, DataError, Texts
 from nero_lab.data.folder import Folder
 from nero_lab.data.formats import lines
-from nero_lab.data.texts import IGNORED_LABEL, Texts
 
 #: Word at the end of each line.
 END_OF_LINE = "<eos>"

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from nero_lab.data import sources
-from nero_lab.data.dataset import DataError
+from nero_lab.data.dataset import IGNORED_LABEL, DataError, Texts
 from nero_lab.data.folder import Folder
 from nero_lab.data.formats import lines
-from nero_lab.data.texts import IGNORED_LABEL, Texts
 from nero_lab.data.tokens import tokenise_raw_files
 
 #: The first words of the vocabulary: padding, a rare word, the start and the end of a sentence.

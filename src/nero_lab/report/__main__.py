@@ -5,15 +5,15 @@ from pathlib import Path
 from nero_lab.claims.figure import draw as draw_claims
 from nero_lab.claims.tables import claims_tables, verdicts_table
 from nero_lab.report import report
+from nero_lab.report.depth import read_study as read_depth
 from nero_lab.report.depth.figure import draw as draw_depth
-from nero_lab.report.depth.study import read_study as read_depth
 from nero_lab.report.depth.tables import TABLES as DEPTH_TABLES
 from nero_lab.report.figures import save
 from nero_lab.report.markdown import update_page
 from nero_lab.report.overview import compact_table1
 from nero_lab.report.runs import Runs
+from nero_lab.report.today import read_study as read_today
 from nero_lab.report.today.figures import FIGURES as TODAY_FIGURES
-from nero_lab.report.today.study import read_study as read_today
 from nero_lab.report.today.tables import TABLES as TODAY_TABLES
 from nero_lab.starts.tables import starts_tables
 from nero_lab.store import pack_records, read_json_lines, read_records

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from nero_lab.report.today import Study, read_study, width_near
 from nero_lab.report.today.figures import FIGURES
 from nero_lab.report.today.significance import is_better, welch_p
-from nero_lab.report.today.study import Study, read_study, width_near
 from nero_lab.report.today.tables import TABLES
 from nero_lab.store import StoreError
 from nero_lab.tasks import TASKS

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
+from nero_lab.report.depth import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
 from nero_lab.report.markdown import render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST

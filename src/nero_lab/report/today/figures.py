@@ -16,7 +16,7 @@ from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style
 from nero_lab.report.labels import LABEL_GAP, spread_labels
 from nero_lab.report.names import display_name
 from nero_lab.report.scales import PEAK_MARKER, style_axes
-from nero_lab.report.today.study import OURS, SERIES, Run, Study, Width, goal_of
+from nero_lab.report.today import OURS, SERIES, Run, Study, Width, goal_of
 
 PALE = "#d9d9d9"
 COLUMNS = 3

@@ -9,8 +9,8 @@ from itertools import groupby
 from nero_lab.report.markdown import plural, render_table
 from nero_lab.report.names import display_name
 from nero_lab.report.tables import NOT_RUN
+from nero_lab.report.today import OURS, SERIES, Run, Study, goal_of
 from nero_lab.report.today.figures import FIGURES, TARGET
-from nero_lab.report.today.study import OURS, SERIES, Run, Study, goal_of
 
 #: The tasks that rank contenders, each with its name on the overview.
 RANKED = {"gpt": "GPT", "gpt-large": "GPT, large", "vit": "ViT", "airbench": "airbench"}

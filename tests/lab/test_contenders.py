@@ -138,13 +138,6 @@ def test_optimiser_not_installed_names_what_to_install(name, monkeypatch):
         TASK.settings(name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
-@pytest.mark.parametrize("decay", [-0.1, float("inf"), "much"])
-def test_weight_decay_impossible_raises(name, decay):
-    with pytest.raises(ValueError, match="weight_decay"):
-        baselines.make(name, Network(), 0.01, weight_decay=decay)
-
-
 def test_weight_decay_spares_gains_and_biases():
     for name in ("adamw", "muon", "normuon", "soap", "lion"):
         groups = baselines.make(name, Network(), 0.01, weight_decay=0.25).param_groups
@@ -204,12 +197,8 @@ def test_together_runs_hooks_once_and_shares_state():
     calls = []
     optimiser.register_step_post_hook(lambda *_: calls.append(1))
 
-    def closure():
-        loss = model(torch.ones(2, 3, 32, 32)).square().sum()
-        loss.backward()
-        return loss
-
-    assert optimiser.step(closure) > 0
+    model(torch.ones(2, 3, 32, 32)).square().sum().backward()
+    optimiser.step()
     assert calls == [1]
     assert set(optimiser.state) == set(model.parameters())
     assert all(part.state is optimiser.state for part in optimiser.parts)
@@ -363,8 +352,3 @@ def test_few_rates_surround_the_best_of_the_small_gpt():
     assert around("muon", 3).grid == (0.02, 0.04, 0.08)
     assert around("adamw", 5).grid == (0.00075, 0.0015, 0.003, 0.006, 0.012)
     assert around("muon", 3).options == CONTENDERS["muon"].options
-
-
-def test_balanced_option_that_names_no_part_is_rejected():
-    with pytest.raises(ValueError, match="balanced must be"):
-        baselines.make("muon", Network(), 0.1, balanced=1.5)

@@ -1,6 +1,5 @@
 """Optimisers from libraries, as people run them in 2026: AdamW, Muon, NorMuon, SOAP and Lion."""
 
-import math
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from nero.extras import how_to_install
-from nero_lab.baselines.batched import check_number
 from nero_lab.baselines.together import Together
 
 #: Decay of weights with two or more axes, per step and relative to the learning rate.
@@ -37,7 +35,6 @@ def adamw(
 
 def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make torch's Muon for the hidden matrices, with AdamW for all other parameters."""
-    _check_decay(weight_decay)
     make = _of_library("muon")
 
     def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
@@ -48,7 +45,6 @@ def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECA
 
 def normuon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make NorMuon for the hidden matrices, with AdamW for all other parameters."""
-    _check_decay(weight_decay)
     make = _of_library("normuon")
 
     def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
@@ -81,7 +77,6 @@ def soap(
 def clipped(optimiser: torch.optim.Optimizer, model: nn.Module, clip: float | None) -> torch.optim.Optimizer:
     """Let an optimiser clip the gradient of all parameters together to a norm, if one is given."""
     if clip is not None:
-        check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
 
         def clip_gradient(*_: Any) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
@@ -154,17 +149,12 @@ def _adamw(parameters: Iterable[nn.Parameter], lr: float | Tensor, weight_decay:
 
 def _by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameters in groups: those of two or more axes decay."""
-    _check_decay(weight_decay)
     parameters = list(parameters)
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": weight_decay},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _check_decay(weight_decay: float) -> None:
-    check_number("weight_decay", weight_decay, "finite and not negative, like 0.1", lambda x: 0 <= x < math.inf)
 
 
 def missing(name: str) -> str:

@@ -5,10 +5,8 @@ from typing import Any
 
 import torch
 
-from nero_lab.baselines.batched import ClosureStep
 
-
-class Together(ClosureStep):
+class Together(torch.optim.Optimizer):
     """Optimisers that step one after another, with one list of groups, one state and one checkpoint.
 
     The hooks of this object run once a step, before the first and after the last of its parts.
@@ -34,7 +32,7 @@ class Together(ClosureStep):
             self.state.update(part.state)
         self._share()
 
-    def step_all(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Step every part."""
         for part in self.parts:
             part.step()

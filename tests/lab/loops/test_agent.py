@@ -246,8 +246,6 @@ def test_adam_takes_the_tasks_epsilon():
     made = baselines.make("adam", torch.nn.Linear(2, 2), 0.1, **options)
     assert made.param_groups[0]["eps"] == 1e-5
     assert baselines.make("adam", torch.nn.Linear(2, 2), 0.1).param_groups[0]["eps"] == 1e-8
-    with pytest.raises(ValueError, match="eps must be finite and positive"):
-        baselines.make("adam", torch.nn.Linear(2, 2), 0.1, eps=0.0)
 
 
 def test_final_score_is_greedy(tmp_path):

@@ -358,15 +358,6 @@ def test_load_state_dict_leaves_checkpoint_unchanged(make_one):
         assert all(torch.equal(torch.as_tensor(state[name]), torch.as_tensor(before[key][name])) for name in state)
 
 
-@pytest.mark.parametrize("make_one", [Lamb, Madam])
-def test_deepcopy_steps_independently(make_one):
-    model = network()
-    optimiser = make_one(model.parameters())
-    run(optimiser, model, range(2))
-    other, twin = copy.deepcopy((model, optimiser))
-    assert equal(run(optimiser, model, range(2, 4)), run(twin, other, range(2, 4)))
-
-
 @pytest.mark.parametrize("balanced", [False, True])
 @others
 def test_prime_then_steps_equal_unprimed_steps(name: str, options: dict, balanced: bool):

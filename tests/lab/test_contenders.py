@@ -1,6 +1,5 @@
 """The optimisers of the study of today: their grids, rates, groups, state and runs that resume."""
 
-import copy
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,7 @@ from torch import nn
 
 import nero
 from nero_lab import baselines
-from nero_lab.baselines.library import hidden_matrices
-from nero_lab.baselines.together import Together
+from nero_lab.baselines.library import Together, hidden_matrices
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender, Seconds, SettingError, Task, linear_decay
@@ -206,16 +204,8 @@ def test_together_runs_hooks_once_and_shares_state():
         Together([torch.optim.SGD([model.head.bias], lr=1.0), torch.optim.Adam([model.head.bias])])
 
 
-def test_copy_of_together_steps_its_own_parameters():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    parts = [torch.optim.SGD(model[0].parameters(), momentum=0.9), torch.optim.Adam(model[1].parameters())]
-    twin, twin_optimiser = copy.deepcopy((model, optimiser := Together(parts)))
-    for network, its in ((model, optimiser), (twin, twin_optimiser)):
-        network(torch.ones(2, 4)).sum().backward()
-        its.step()
-        assert set(its.state) == set(network.parameters())
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
+def test_together_takes_no_further_group():
+    optimiser = Together([torch.optim.SGD(nn.Linear(4, 3).parameters())])
     with pytest.raises(ValueError, match="one of the parts"):
         optimiser.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 

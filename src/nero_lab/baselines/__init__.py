@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import nero
 from nero_lab.baselines import library
 from nero_lab.baselines.lamb import Lamb
-from nero_lab.baselines.library import clipped, missing
+from nero_lab.baselines.library import Together, clipped, missing
 from nero_lab.baselines.madam import Madam
-from nero_lab.baselines.together import Together
 
 __all__ = ["EAGER", "Lamb", "Madam", "make", "missing", "prime", "set_rate"]
 

@@ -1,6 +1,6 @@
-"""Optimisers from libraries, as people run them in 2026: AdamW, Muon, NorMuon, SOAP and Lion."""
+"""Optimisers from libraries, as people run them in 2026: AdamW, Muon beside AdamW, NorMuon, SOAP and Lion."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from nero.extras import how_to_install
-from nero_lab.baselines.together import Together
 
 #: Decay of weights with two or more axes, per step and relative to the learning rate.
 WEIGHT_DECAY = 0.1
@@ -97,6 +96,55 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     outer = tables | {layers[name].weight for name in layers if name in heads or "embed" in name or "patch" in name}
     weights = dict.fromkeys(layer.weight for layer in layers.values())  # shared ones once
     return [weight for weight in weights if weight.requires_grad and weight not in outer]
+
+
+class Together(torch.optim.Optimizer):
+    """Optimisers that step one after another, with one list of groups, one state and one checkpoint.
+
+    The hooks of this object run once a step, before the first and after the last of its parts.
+
+    Args:
+        parts: optimisers of disjoint parameters, before their first step. They share their groups and their state with
+            this one.
+
+    Raises:
+        ValueError: if two parts have a parameter in common.
+
+    Example:
+        >>> weight, bias = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        >>> optimiser = Together([torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([bias], lr=0.01)])
+        >>> [group["lr"] for group in optimiser.param_groups]
+        [0.1, 0.01]
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Step every part."""
+        for part in self.parts:
+            part.step()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the groups of the parts; raise for any other, which no part would step."""
+        if len(self.param_groups) == sum(len(part.param_groups) for part in self.parts):
+            raise ValueError("a group belongs to one of the parts: add it to that before they are put together")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()  # a loaded state has other groups
+
+    def _share(self) -> None:
+        start = 0
+        for part in self.parts:
+            stop = start + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start:stop], self.state
+            start = stop
 
 
 def _with_adamw(

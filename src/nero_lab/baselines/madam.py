@@ -103,14 +103,7 @@ class Madam(Batched):
 
 
 def _launch(
-    weight: Tensor,
-    grad: Tensor,
-    square: Tensor,
-    correction: Tensor,
-    limit: float,
-    lr: Tensor,
-    beta: float,
-    clip: float,
+    weight: Tensor, grad: Tensor, square: Tensor, correction: Tensor, limit: float, lr: Tensor, beta: float, clip: float
 ) -> None:
     """Step one tensor in one pass; the plain step makes twenty."""
     from nero_lab import kernels

@@ -10,9 +10,8 @@ from helpers import make_data
 from torch import nn
 
 import nero
+from nero_lab.claims import Split, evaluate, load_digits, measurements, studies, tables
 from nero_lab.claims import __main__ as command
-from nero_lab.claims import measurements, studies, tables
-from nero_lab.claims.training import Split, evaluate, load_digits
 from nero_lab.store import read_json_lines
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +85,7 @@ def one(study: studies.Study) -> list[studies.Settings]:
 
 def made_up_digits(monkeypatch: pytest.MonkeyPatch):
     data = make_data("mnist", examples=500, tests=100)
-    monkeypatch.setattr("nero_lab.claims.training.load", lambda *_: data)
+    monkeypatch.setattr("nero_lab.claims.load", lambda *_: data)
     return load_digits(None)
 
 

@@ -174,15 +174,7 @@ def airbench(study: Study) -> str:
             ]
         )
     rows += [["-", _name(name), NOT_RUN, *["-"] * 7] for name in study.contenders("airbench") if name not in order]
-    head = [
-        "",
-        "contender",
-        "rate",
-        "runs",
-        "mean accuracy, %",
-        "standard error",
-        f"runs at {TARGET:g} % or above",
-    ]
+    head = ["", "contender", "rate", "runs", "mean accuracy, %", "standard error", f"runs at {TARGET:g} % or above"]
     table = render_table([*head, "seconds of steps", "state, bytes a parameter", "better than"], rows, left=2)
     return "\n\n".join([table, *_short_note(study, "airbench")])
 

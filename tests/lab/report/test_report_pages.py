@@ -112,18 +112,11 @@ def test_page_that_cannot_be_read_is_named(tmp_path: Path, spoil: Callable[[Path
     assert [path.name for path in tmp_path.iterdir()] == ["mnist-deep.md"]
 
 
-def test_figure_that_cannot_be_written_is_named(tmp_path: Path):
-    (tmp_path / "figures").write_text("words")
-    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'figures/mnist-deep.png'}: ")):
-        report([DEEP], tmp_path)
-    assert not list(tmp_path.glob("*.part"))
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_page_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["mnist-deep.md", "figures/mnist-deep.png"])
+def test_file_that_cannot_be_written_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("nero_lab.report.fill_page", lambda *_: "words")
-    (tmp_path / "mnist-deep.md").mkdir()
-    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'mnist-deep.md'}: ")):
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / name}: ")):
         report([DEEP], tmp_path)
     assert not list(tmp_path.glob("*.part"))
 

@@ -57,24 +57,29 @@ def test_welch_agrees_with_published_values():
     assert welch_p(narrow, [30 + x for x in wide]) == pytest.approx(0.2, abs=0.02)
 
 
-def test_rule_needs_a_p_value_below_one_per_cent():
-    values = [-1.0, 0.0, 1.0]
-    assert is_better(values, [x + 4.7 * math.sqrt(2 / 3) for x in values])
-    assert not is_better(values, [x + 4.5 * math.sqrt(2 / 3) for x in values])
-    assert not is_better([x + 4.7 * math.sqrt(2 / 3) for x in values], values)
+LOW, WIDTH = [-1.0, 0.0, 1.0], math.sqrt(2 / 3)
+LOST = [math.inf, math.inf]
 
 
-def test_rule_with_single_seeds_decides_nothing():
-    assert not is_better([1.0], [2.0, 2.001])
-    assert not is_better([1.0, 1.001], [2.0])
-    assert not is_better([], [2.0])
-    assert not is_better([1.0, 1.0], [1.0, 1.0])
-
-
-def test_rule_finds_a_contender_that_always_diverged_worse():
-    assert is_better([1.0, 1.0], [math.inf, math.inf])
-    assert not is_better([1.0, 1.0], [1.0, math.inf])  # one of two is not decided
-    assert not is_better([math.inf, math.inf], [1.0, 1.0])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wanted"),
+    [
+        (LOW, [x + 4.7 * WIDTH for x in LOW], True),
+        (LOW, [x + 4.5 * WIDTH for x in LOW], False),
+        ([x + 4.7 * WIDTH for x in LOW], LOW, False),
+        # single seeds decide nothing
+        ([1.0], [2.0, 2.001], False),
+        ([1.0, 1.001], [2.0], False),
+        ([], [2.0], False),
+        ([1.0, 1.0], [1.0, 1.0], False),
+        # a contender that always diverged is worse; one that diverged once is not decided
+        ([1.0, 1.0], LOST, True),
+        ([1.0, 1.0], [1.0, math.inf], False),
+        (LOST, [1.0, 1.0], False),
+    ],
+)
+def test_rule_decides_by_p_value_and_divergence(ours: list[float], theirs: list[float], wanted: bool):
+    assert is_better(ours, theirs) == wanted
 
 
 def test_width_interpolates_in_log_rate():

@@ -129,12 +129,6 @@ class Together(torch.optim.Optimizer):
         for part in self.parts:
             part.step()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the groups of the parts; raise for any other, which no part would step."""
-        if len(self.param_groups) == sum(len(part.param_groups) for part in self.parts):
-            raise ValueError("a group belongs to one of the parts: add it to that before they are put together")
-        super().add_param_group(param_group)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()  # a loaded state has other groups
@@ -152,14 +146,12 @@ def _with_adamw(
 ) -> torch.optim.Optimizer:
     """Give the hidden matrices to one optimiser, and all other parameters to AdamW at its own rate."""
     matrices = hidden_matrices(model)
-    if not matrices:
-        raise ValueError(f"{type(model).__name__} has no hidden matrices for Muon: take adamw")
     hidden = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in hidden]
     rest = _adamw(others, lr * ADAMW_RATIO, weight_decay)
     for group in rest.param_groups:
         group["lr_ratio"] = ADAMW_RATIO
-    return Together([make([*matrices]), rest])
+    return Together([make(matrices), rest])
 
 
 def _scale_steps(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:

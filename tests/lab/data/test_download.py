@@ -198,11 +198,6 @@ def test_download_disk_failure_is_explained(tmp_path: Path, mirror: Mirror, monk
     assert len(mirror.asked) == 2  # no second attempt, which would not help
 
 
-def test_load_unknown_name_lists_the_known():
-    with pytest.raises(DataError, match=r"unknown data set 'svhn'.*mnist, cifar10"):
-        load("svhn")
-
-
 def test_folder_named_but_missing_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(DataError, match=r"the data folder .*nowhere does not exist: create it"):
         load("mnist", tmp_path / "nowhere")

@@ -81,13 +81,7 @@ docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory out/site $(PORT)
 
 paper: $(READY)
-	$(BIN)/python -c "from pathlib import Path; from nero_lab.store import pack_records; [pack_records(Path(root)) for root in ('results', 'results/claims', 'results/depth', 'results/today')]"
-	$(BIN)/nero report --records results --out docs/paper
-	$(BIN)/python -m nero_lab.report results README.md
-	$(BIN)/python -m nero_lab.report.depth
-	$(BIN)/python -m nero_lab.report.today
-	$(BIN)/python -m nero_lab.starts.tables
-	$(BIN)/python -m nero_lab.claims.tables
+	$(BIN)/python -m nero_lab.report
 
 figures: $(READY)
 	$(BIN)/python examples/watch.py --out docs/figures

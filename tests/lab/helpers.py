@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 from functools import cache, partial
@@ -16,7 +17,7 @@ from torch import nn
 pytest.importorskip("typer")
 from rich.console import Console
 
-from nero_lab import sweep
+from nero_lab import cli, command, sweep
 from nero_lab.data import ImageDataset, Images, pairs
 from nero_lab.data.augmentation import crop_flip_rotate
 from nero_lab.data.corpus import build_corpus
@@ -231,3 +232,13 @@ def make_display(terminal, out):
     stream = StringIO()
     console = Console(file=stream, width=200, force_terminal=terminal, markup=False, highlight=False)
     return Display(console, out, CPU), stream
+
+
+def run_command(monkeypatch, *arguments):
+    """Run `nero ...` in this process. Return its exit code and what it printed."""
+    stream = StringIO()
+    monkeypatch.setattr(cli, "console", Console(file=stream, width=200, markup=False, highlight=False))
+    monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    return end.value.code or 0, stream.getvalue()

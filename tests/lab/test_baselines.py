@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import nero
 from nero.backends.triton import project
-from nero_lab import baselines
 from nero_lab.baselines import Lamb, Madam, lamb, madam, make, prime
 from nero_lab.baselines.batched import alike
 
@@ -210,8 +209,6 @@ def test_sgd_clip_bounds_norm_of_whole_gradient(clip: float):
     for was, whole, part in zip(before, models[0].parameters(), models[1].parameters(), strict=True):
         wanted = [x + share * (y - x) for x, y in zip(was, flat(whole), strict=True)]
         assert flat(part) == pytest.approx(wanted, rel=1e-5, abs=1e-7)
-    with pytest.raises(ValueError, match="clip must be finite and positive"):
-        make("sgd", models[0], 0.1, clip=0.0)
 
 
 def test_make_defaults_are_the_papers():
@@ -276,70 +273,6 @@ def test_fixed_scale_with_constraints_is_algorithm_1():
     wanted = run(make("nero", models[1], 0.02), models[1], range(6))
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
-
-
-def test_make_unknown_name_raises():
-    with pytest.raises(ValueError, match=r"unknown optimiser 'rmsprop': use one of nero, sgd, adam, lamb, madam"):
-        make("rmsprop", nn.Linear(3, 2), 0.1)
-
-
-@pytest.mark.parametrize("name", list(baselines.OPTIONS))
-def test_make_unknown_option_raises(name: str):
-    known = ", ".join(baselines.OPTIONS[name])
-    with pytest.raises(ValueError, match=rf"{name} has no option beta3: it has {known}"):
-        make(name, nn.Linear(3, 2), 0.1, beta3=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("nero", {"balanced": True}, "nero has no option balanced"),
-        ("sgd", {"beta1": 0.9}, "sgd has no option beta1"),
-        ("nero", {"fix_norm": "first"}, "fix_norm must be one of"),
-        ("adam", {"balanced": 1}, "balanced must be True, False or the name of a part"),
-        ("adam", {"beta1": 1.0}, "beta"),
-        ("lamb", {"beta1": 1.0}, r"betas\[0\] must be in \[0, 1\), like 0.999, got 1.0"),
-    ],
-)
-def test_make_invalid_option_raises(name: str, options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        make(name, nn.Linear(3, 2), 0.1, **options)
-
-
-@pytest.mark.parametrize(
-    ("make_one", "options", "message"),
-    [
-        *(
-            (make_one, {"lr": lr}, "lr must be finite and not negative")
-            for make_one in (Lamb, Madam)
-            for lr in (-0.1, math.nan, math.inf, True, "0.1", None, torch.tensor(-1.0))
-        ),
-        (Lamb, {"lr": torch.ones(2)}, r"lr as a tensor must have one element, got shape \(2,\)"),
-        (Lamb, {"betas": 0.9}, r"betas must be two numbers, like \(0.9, 0.999\), got 0.9"),
-        (Lamb, {"betas": (0.9,)}, "betas must be two numbers"),
-        (Lamb, {"betas": (0.9, 1)}, r"betas\[1\] must be in \[0, 1\)"),
-        (Lamb, {"eps": 0}, "eps must be finite and positive"),
-        (Madam, {"beta": -0.1}, r"beta must be in \[0, 1\)"),
-        (Madam, {"clip": 0}, "clip must be positive, like 10.0, got 0"),
-        (Madam, {"p_scale": math.nan}, "p_scale must be positive"),
-    ],
-)
-def test_lamb_and_madam_invalid_option_raises(make_one, options: dict, message: str):
-    weight = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=message):
-        make_one([weight], **options)
-    optimiser = make_one([nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match=message):
-        optimiser.add_param_group({"params": [weight], **options})
-    assert len(optimiser.param_groups) == 1
-    assert weight not in optimiser.state
-
-
-@pytest.mark.parametrize("make_one", [Lamb, Madam])
-def test_load_state_of_other_shape_raises(make_one):
-    one, other = (make_one([nn.Parameter(torch.ones(size))]) for size in (8, 64))
-    with pytest.raises(ValueError, match=r"of shape \(8,\) does not fit a parameter of shape \(64,\)"):
-        other.load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -423,29 +356,6 @@ def test_load_state_dict_leaves_checkpoint_unchanged(make_one):
     run(other, models[1], range(2))
     for key, state in one.state_dict()["state"].items():
         assert all(torch.equal(torch.as_tensor(state[name]), torch.as_tensor(before[key][name])) for name in state)
-
-
-@pytest.mark.parametrize("make_one", [Lamb, Madam])
-def test_deepcopy_steps_independently(make_one):
-    model = network()
-    optimiser = make_one(model.parameters())
-    run(optimiser, model, range(2))
-    other, twin = copy.deepcopy((model, optimiser))
-    assert equal(run(optimiser, model, range(2, 4)), run(twin, other, range(2, 4)))
-
-
-@pytest.mark.parametrize("make_one", [Lamb, Madam])
-def test_closure_runs_with_grad_enabled(make_one):
-    weight = nn.Parameter(torch.ones(3))
-    optimiser = make_one([weight], lr=0.1)
-
-    def closure() -> Tensor:
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimiser.step(closure) == 3
-    assert bool((weight < 1).all())
 
 
 @pytest.mark.parametrize("balanced", [False, True])

@@ -8,14 +8,12 @@ import sys
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import entry_points
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
-from lab.helpers import make_data
+from lab.helpers import make_data, run_command
 from matplotlib.figure import Figure
-from rich.console import Console
 
 import nero
 import nero_lab.command
@@ -36,17 +34,7 @@ def command(monkeypatch):
     """Run `nero ...` in this process, on made-up data. Return its exit code and what it printed."""
     monkeypatch.setattr(session, "load", lambda name, *_, **__: make_data(name))
 
-    def run_command(*arguments):
-        stream = StringIO()
-        monkeypatch.setattr(cli, "console", Console(file=stream, width=160, markup=False, highlight=False))
-        monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])
-        try:
-            nero_lab.command.main()
-        except SystemExit as end:
-            return end.code, stream.getvalue()
-        return 0, stream.getvalue()
-
-    return run_command
+    return partial(run_command, monkeypatch)
 
 
 def test_nero_list_names_all_tasks(command):

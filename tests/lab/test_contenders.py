@@ -1,6 +1,5 @@
 """The optimisers of the study of today: their grids, rates, groups, state and runs that resume."""
 
-import copy
 import sys
 from dataclasses import replace
 from functools import partial
@@ -13,8 +12,7 @@ from torch import nn
 
 import nero
 from nero_lab import baselines
-from nero_lab.baselines.library import hidden_matrices
-from nero_lab.baselines.together import Together
+from nero_lab.baselines.library import Together, hidden_matrices
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender, Seconds, SettingError, Task, linear_decay
@@ -138,13 +136,6 @@ def test_optimiser_not_installed_names_what_to_install(name, monkeypatch):
         TASK.settings(name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
-@pytest.mark.parametrize("decay", [-0.1, float("inf"), "much"])
-def test_weight_decay_impossible_raises(name, decay):
-    with pytest.raises(ValueError, match="weight_decay"):
-        baselines.make(name, Network(), 0.01, weight_decay=decay)
-
-
 def test_weight_decay_spares_gains_and_biases():
     for name in ("adamw", "muon", "normuon", "soap", "lion"):
         groups = baselines.make(name, Network(), 0.01, weight_decay=0.25).param_groups
@@ -174,8 +165,6 @@ def test_hidden_matrices_leave_out_embedding_and_head():
     tied = Tied()
     (weight,) = hidden_matrices(tied)
     assert weight is tied.inner.weight
-    with pytest.raises(ValueError, match="no hidden matrices"):
-        baselines.make("muon", nn.Linear(3, 3), 0.01)
 
 
 def test_muon_at_tensor_rate_equals_torch_muon():
@@ -204,31 +193,13 @@ def test_together_runs_hooks_once_and_shares_state():
     calls = []
     optimiser.register_step_post_hook(lambda *_: calls.append(1))
 
-    def closure():
-        loss = model(torch.ones(2, 3, 32, 32)).square().sum()
-        loss.backward()
-        return loss
-
-    assert optimiser.step(closure) > 0
+    model(torch.ones(2, 3, 32, 32)).square().sum().backward()
+    optimiser.step()
     assert calls == [1]
     assert set(optimiser.state) == set(model.parameters())
     assert all(part.state is optimiser.state for part in optimiser.parts)
     with pytest.raises(ValueError, match="more than one"):
         Together([torch.optim.SGD([model.head.bias], lr=1.0), torch.optim.Adam([model.head.bias])])
-
-
-def test_copy_of_together_steps_its_own_parameters():
-    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    parts = [torch.optim.SGD(model[0].parameters(), momentum=0.9), torch.optim.Adam(model[1].parameters())]
-    twin, twin_optimiser = copy.deepcopy((model, optimiser := Together(parts)))
-    for network, its in ((model, optimiser), (twin, twin_optimiser)):
-        network(torch.ones(2, 4)).sum().backward()
-        its.step()
-        assert set(its.state) == set(network.parameters())
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(ValueError, match="one of the parts"):
-        optimiser.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
 def test_soap_by_replayed_graphs_takes_their_gradients(monkeypatch):
@@ -363,8 +334,3 @@ def test_few_rates_surround_the_best_of_the_small_gpt():
     assert around("muon", 3).grid == (0.02, 0.04, 0.08)
     assert around("adamw", 5).grid == (0.00075, 0.0015, 0.003, 0.006, 0.012)
     assert around("muon", 3).options == CONTENDERS["muon"].options
-
-
-def test_balanced_option_that_names_no_part_is_rejected():
-    with pytest.raises(ValueError, match="balanced must be"):
-        baselines.make("muon", Network(), 0.1, balanced=1.5)

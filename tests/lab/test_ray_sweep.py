@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 from lab import photo_cases
-from lab.helpers import RecordingObserver, assert_close_records, checkpoint_every_step
+from lab.helpers import RecordingObserver, assert_close_records, checkpoint_every_step, run_command
 from lab.photo_cases import TASK, decoded, shallow, write_class_folder
-from rich.console import Console
 
 pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
 import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayTaskError, TaskCancelledError, WorkerCrashedError
 
-from nero_lab import cli, distributed, ray_sweep, sweep
+from nero_lab import distributed, ray_sweep, sweep
 from nero_lab.data import DataError, decoder_pool
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import SettingError
@@ -169,15 +167,6 @@ def test_interrupt_and_killed_node_lose_no_run(folder: Path, tmp_path: Path, mon
     records = read_records(out)
     assert_close_records(records, read_records(tmp_path / "ordinary"))
     assert sum(record["resumed"] for record in records) >= 3  # two after the interrupt, and the lost one again
-
-
-def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[object, str]:
-    stream = StringIO()
-    monkeypatch.setattr(cli, "console", Console(file=stream, width=160, markup=False, highlight=False))
-    monkeypatch.setattr(sys, "argv", ["nero", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    return end.value.code, stream.getvalue()
 
 
 @pytest.fixture

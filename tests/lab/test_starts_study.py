@@ -1,4 +1,4 @@
-"""The study of parameters that start at zero: its page against its records, its variants, and one short run."""
+"""The study of parameters that start at zero: its records, its variants, and one short run."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,24 +8,16 @@ import torch
 from torch import nn
 
 import nero
-from nero_lab.starts import cases, run, tables
-from nero_lab.starts.__main__ import main
+from nero_lab.starts import __main__ as command
+from nero_lab.starts import cases, tables
 from nero_lab.starts.variants import Variant
 from nero_lab.store import read_json_lines
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_page_shows_the_committed_records(tmp_path: Path):
-    for path in (tables.PAGE, tables.RECORDS):
-        (tmp_path / path).parent.mkdir(parents=True)
-        (tmp_path / path).write_bytes((ROOT / path).read_bytes())
-    tables.main(tmp_path)
-    assert (tmp_path / tables.PAGE).read_text() == (ROOT / tables.PAGE).read_text()
-
-
 def test_records_support_the_rulings():
-    records = read_json_lines(ROOT / tables.RECORDS)
+    records = read_json_lines(ROOT / "results/studies/starts.jsonl")
 
     def mean(case: str, contender: str, lr: float = 0.01) -> float:
         found = tables.losses(records, case, contender, lr)
@@ -64,7 +56,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "images", lambda *_: (pixels, torch.arange(64) % 10))
     monkeypatch.setattr(cases, "text", lambda *_: text)
     for name, value in {"STEPS": 3, "BASE_STEPS": 2, "VALIDATION_BATCHES": 1}.items():
-        monkeypatch.setattr(run, name, value)
+        monkeypatch.setattr(command, name, value)
     for name, value in {"WIDTH": 48, "LAYERS": 2, "CONTEXT": 32}.items():
         monkeypatch.setattr(cases, name, value)
     for name, case in cases.CASES.items():
@@ -76,7 +68,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_only_the_jump_breaks_a_pretrained_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out, contenders = tmp_path / "runs.jsonl", ("before", "forced", "held", "ball", "adamw@0.001")
-    main(
+    command.main(
         ["--data", str(tmp_path), "--out", str(out), "--cases", "control", "--seeds", "0", "--contenders", *contenders]
     )
     records = read_json_lines(out)
@@ -91,6 +83,6 @@ def test_only_the_jump_breaks_a_pretrained_network(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name != "control"])
 def test_case_trains_by_nero_as_by_its_variant(name: str, tmp_path: Path):
     if base := cases.CASES[name].base:
-        run.train_base(base, tmp_path, "cpu", tmp_path)
-    ours, form = (run.run(name, way, 0.01, 0, tmp_path, "cpu", tmp_path) for way in ("nero", "ball-uncentred"))
+        command.train_base(base, tmp_path, "cpu", tmp_path)
+    ours, form = (command.run(name, way, 0.01, 0, tmp_path, "cpu", tmp_path) for way in ("nero", "ball-uncentred"))
     assert ours["train"] == pytest.approx(form["train"], rel=1e-4)

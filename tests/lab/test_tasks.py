@@ -4,10 +4,8 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -16,12 +14,11 @@ from torch import nn
 
 pytest.importorskip("PIL")
 
-from lab.helpers import finish, make_data
+from lab.helpers import finish, make_data, run_command
 from lab.photo_cases import SMALL, TASK, decoded, write_class_folder
-from rich.console import Console
 
 import nero
-from nero_lab import baselines, cli, session
+from nero_lab import baselines, session
 from nero_lab.data import Images, corpus, decoder_pool, load, pairs
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import mlp
@@ -171,11 +168,8 @@ def test_real_mnist_subset_trains(tmp_path, monkeypatch):
         return replace(data, train=train, test=test)
 
     monkeypatch.setattr(session, "load", load_subset)
-    arguments = f"nero run mnist-reparameterised --data {MNIST} --epochs 1 --device cpu --out {tmp_path}"
-    monkeypatch.setattr(sys, "argv", arguments.split())
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code in (0, None)
+    arguments = ("mnist-reparameterised", "--data", MNIST, "--epochs", 1, "--device", "cpu", "--out", tmp_path)
+    assert run_command(monkeypatch, "run", *arguments)[0] == 0
     (record,) = read_records(tmp_path)
     assert record["curve"]["train_accuracy"][0] == pytest.approx(0.834, abs=0.03)
 
@@ -286,9 +280,6 @@ def test_sgd_momentum_and_decay_match_reference():
         optimiser.step()
     for parameter, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.detach(), value)
-    for options, message in (({"momentum": 1.0}, "momentum must be"), ({"weight_decay": -1.0}, "weight_decay must be")):
-        with pytest.raises(ValueError, match=message):
-            baselines.make("sgd", model, 0.1, **options)
 
 
 def test_nero_tuned_steps_biases_and_pulls_gains_to_one():
@@ -329,13 +320,9 @@ def test_command_prints_the_loading_rate(tmp_path: Path, monkeypatch: pytest.Mon
     write_class_folder(tmp_path / "made", names="ab", train=3, test=1, size=(64, 64))
     monkeypatch.setitem(TASKS, "imagenet", SMALL)
     monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
-    output = StringIO()
-    monkeypatch.setattr(cli, "console", Console(file=output, width=160, markup=False, highlight=False))
-    arguments = ["run", "imagenet", "--data", tmp_path / "made", "--out", tmp_path / "out", "--epochs", 1]
-    monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments), "--device", "cpu"])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 0
-    text = " ".join(output.getvalue().split())
+    arguments = ("--data", tmp_path / "made", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
+    code, printed = run_command(monkeypatch, "run", "imagenet", *arguments)
+    assert code == 0
+    text = " ".join(printed.split())
     assert "in squares of 56, decoded by one process in" in text
     assert re.search(r"trains on [\d,]+ images a second, start included; [\d,]+ can be loaded", text)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero_lab.baselines.batched import Batched, check_beta, check_lr
+from nero_lab.baselines.batched import Batched
 
 #: Momentum of SGD, always Nesterov's.
 SGD_MOMENTUM = 0.85
@@ -80,10 +80,6 @@ class FilterMuon(Batched):
         is_norm_fixed: bool = True,
     ) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "is_norm_fixed": is_norm_fixed})
-
-    def check(self, options: dict[str, Any]) -> None:
-        check_lr(options["lr"])
-        check_beta("momentum", options["momentum"])
 
     def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         return {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}

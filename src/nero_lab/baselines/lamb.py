@@ -1,13 +1,12 @@
 """LAMB: each tensor steps in Adam's direction, relative to its own norm."""
 
-import math
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number
+from nero_lab.baselines.batched import Batched, alike
 from nero_lab.launch import kernels_work, on
 
 #: The greatest norm of a tensor that the trust ratio counts.
@@ -40,9 +39,6 @@ class Lamb(Batched):
         betas: the decay of the running averages of g and g².
         eps: ε.
 
-    Raises:
-        ValueError: an invalid option.
-
     Example:
         >>> layer = torch.nn.Linear(8, 4)
         >>> optimiser = Lamb(layer.parameters(), lr=0.01)
@@ -61,15 +57,6 @@ class Lamb(Batched):
         eps: float = 1e-6,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-
-    def check(self, options: dict[str, Any]) -> None:
-        check_lr(options["lr"])
-        betas = options["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ValueError(f"betas must be two numbers, like (0.9, 0.999), got {betas!r}")
-        check_beta("betas[0]", betas[0])
-        check_beta("betas[1]", betas[1])
-        check_number("eps", options["eps"], "finite and positive, like 1e-6", lambda x: 0 < x < math.inf)
 
     def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002
         zeros = torch.zeros_like(parameter, requires_grad=False)

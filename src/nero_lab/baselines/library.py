@@ -1,7 +1,6 @@
-"""Optimisers from libraries, as people run them in 2026: AdamW, Muon, NorMuon, SOAP and Lion."""
+"""Optimisers from libraries, as people run them in 2026: AdamW, Muon beside AdamW, NorMuon, SOAP and Lion."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -10,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from nero.extras import how_to_install
-from nero_lab.baselines.batched import check_number
-from nero_lab.baselines.together import Together
 
 #: Decay of weights with two or more axes, per step and relative to the learning rate.
 WEIGHT_DECAY = 0.1
@@ -37,7 +34,6 @@ def adamw(
 
 def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make torch's Muon for the hidden matrices, with AdamW for all other parameters."""
-    _check_decay(weight_decay)
     make = _of_library("muon")
 
     def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
@@ -48,7 +44,6 @@ def muon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECA
 
 def normuon(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
     """Make NorMuon for the hidden matrices, with AdamW for all other parameters."""
-    _check_decay(weight_decay)
     make = _of_library("normuon")
 
     def of_matrices(matrices: list[Tensor]) -> torch.optim.Optimizer:
@@ -81,7 +76,6 @@ def soap(
 def clipped(optimiser: torch.optim.Optimizer, model: nn.Module, clip: float | None) -> torch.optim.Optimizer:
     """Let an optimiser clip the gradient of all parameters together to a norm, if one is given."""
     if clip is not None:
-        check_number("clip", clip, "finite and positive, like 0.25", lambda x: 0 < x < math.inf)
 
         def clip_gradient(*_: Any) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=True)
@@ -104,19 +98,60 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     return [weight for weight in weights if weight.requires_grad and weight not in outer]
 
 
+class Together(torch.optim.Optimizer):
+    """Optimisers that step one after another, with one list of groups, one state and one checkpoint.
+
+    The hooks of this object run once a step, before the first and after the last of its parts.
+
+    Args:
+        parts: optimisers of disjoint parameters, before their first step. They share their groups and their state with
+            this one.
+
+    Raises:
+        ValueError: if two parts have a parameter in common.
+
+    Example:
+        >>> weight, bias = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+        >>> optimiser = Together([torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([bias], lr=0.01)])
+        >>> [group["lr"] for group in optimiser.param_groups]
+        [0.1, 0.01]
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = list(parts)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Step every part."""
+        for part in self.parts:
+            part.step()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()  # a loaded state has other groups
+
+    def _share(self) -> None:
+        start = 0
+        for part in self.parts:
+            stop = start + len(part.param_groups)
+            part.param_groups, part.state = self.param_groups[start:stop], self.state
+            start = stop
+
+
 def _with_adamw(
     make: Callable[[list[Tensor]], torch.optim.Optimizer], model: nn.Module, lr: float | Tensor, weight_decay: float
 ) -> torch.optim.Optimizer:
     """Give the hidden matrices to one optimiser, and all other parameters to AdamW at its own rate."""
     matrices = hidden_matrices(model)
-    if not matrices:
-        raise ValueError(f"{type(model).__name__} has no hidden matrices for Muon: take adamw")
     hidden = set(matrices)
     others = [parameter for parameter in model.parameters() if parameter not in hidden]
     rest = _adamw(others, lr * ADAMW_RATIO, weight_decay)
     for group in rest.param_groups:
         group["lr_ratio"] = ADAMW_RATIO
-    return Together([make([*matrices]), rest])
+    return Together([make(matrices), rest])
 
 
 def _scale_steps(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -154,17 +189,12 @@ def _adamw(parameters: Iterable[nn.Parameter], lr: float | Tensor, weight_decay:
 
 def _by_decay(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameters in groups: those of two or more axes decay."""
-    _check_decay(weight_decay)
     parameters = list(parameters)
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": weight_decay},
         {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _check_decay(weight_decay: float) -> None:
-    check_number("weight_decay", weight_decay, "finite and not negative, like 0.1", lambda x: 0 <= x < math.inf)
 
 
 def missing(name: str) -> str:

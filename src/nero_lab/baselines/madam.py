@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from nero_lab.baselines.batched import Batched, alike, check_beta, check_lr, check_number
+from nero_lab.baselines.batched import Batched, alike
 from nero_lab.launch import kernels_work, on
 
 #: Weights that a program of the kernel steps.
@@ -34,9 +34,6 @@ class Madam(Batched):
         clip: c, the largest normalised gradient.
         p_scale: the greatest weight, relative to its tensor's root mean square at construction.
 
-    Raises:
-        ValueError: an invalid option.
-
     Example:
         >>> layer = torch.nn.Linear(8, 4)
         >>> optimiser = Madam(layer.parameters(), lr=0.01)
@@ -57,12 +54,6 @@ class Madam(Batched):
     ) -> None:
         # capturable: torch keeps "step" on the device when it loads a checkpoint
         super().__init__(params, {"lr": lr, "beta": beta, "clip": clip, "p_scale": p_scale, "capturable": True})
-
-    def check(self, options: dict[str, Any]) -> None:
-        check_lr(options["lr"])
-        check_beta("beta", options["beta"])
-        check_number("clip", options["clip"], "positive, like 10.0", lambda x: x > 0)
-        check_number("p_scale", options["p_scale"], "positive, like 3.0", lambda x: x > 0)
 
     @torch.no_grad()
     def start(self, parameter: Tensor, options: dict[str, Any]) -> dict[str, Any]:
@@ -112,14 +103,7 @@ class Madam(Batched):
 
 
 def _launch(
-    weight: Tensor,
-    grad: Tensor,
-    square: Tensor,
-    correction: Tensor,
-    limit: float,
-    lr: Tensor,
-    beta: float,
-    clip: float,
+    weight: Tensor, grad: Tensor, square: Tensor, correction: Tensor, limit: float, lr: Tensor, beta: float, clip: float
 ) -> None:
     """Step one tensor in one pass; the plain step makes twenty."""
     from nero_lab import kernels

@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from nero_lab.claims import measurements, studies
-from nero_lab.claims.training import load_digits
+from nero_lab.claims import load_digits, measurements, studies
 from nero_lab.provenance import commit, device_name
 from nero_lab.report.markdown import plural
 from nero_lab.store import read_json_lines

@@ -44,14 +44,8 @@ def draw(records: Records) -> Figure:
         curves = [run["weight_norms"] for run in select(records, "robustness", optimiser=optimiser)]
         if curves:
             means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-            norms.plot(
-                [10 * place for place in range(len(means))],
-                means,
-                f"{marker}-",
-                color=colour,
-                ms=4,
-                label=NAMES[optimiser],
-            )
+            epochs = [10 * place for place in range(len(means))]
+            norms.plot(epochs, means, f"{marker}-", color=colour, ms=4, label=NAMES[optimiser])
     _dress(angles, "Test error by α (an upper bound)", "radians", "linear", "linear")
     _dress(norms, "Norm of all weights during training", "epoch", "linear", "linear")
     for optimiser, (_, option, _) in REGULARISED.items():

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 import nero
 import nero.theory
 from nero_lab import baselines
+from nero_lab.claims import PIXELS, Digits, Split, evaluate, linear_layers, train, weight_norm
 from nero_lab.claims.studies import EXAMPLES, SEEDS, WIDTH, Settings, Study, product
-from nero_lab.claims.training import PIXELS, Digits, Split, evaluate, linear_layers, train, weight_norm
 from nero_lab.models.mlp import mlp
 
 

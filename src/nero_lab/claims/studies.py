@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import nero
 from nero_lab import baselines
-from nero_lab.claims.training import PIXELS, Digits, Split, constant, evaluate, linear_layers, measure_test, train
+from nero_lab.claims import PIXELS, Digits, Split, constant, evaluate, linear_layers, measure_test, train
 from nero_lab.models.mlp import mlp
 
 Settings = dict[str, Any]

@@ -1,9 +1,8 @@
-"""The tables and the figure of docs/studies/claims.md: ``python -m nero_lab.claims.tables`` makes them from records."""
+"""The tables of docs/studies/claims.md, and the count of verdicts of docs/paper/claims.md."""
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from nero_lab.claims.measurements import ACTIVATION_RATES, ROBUST_RATES, WAYS
@@ -20,20 +19,10 @@ from nero_lab.claims.studies import (
     STRENGTHS,
     USUAL_RATES,
 )
-from nero_lab.report.markdown import over_seeds, render_table, seeds_note, update_page
-from nero_lab.store import read_json_lines
+from nero_lab.report.markdown import over_seeds, render_table, seeds_note
 
-RECORDS, PAGE, FIGURE = (
-    Path("results/studies/claims.jsonl"),
-    Path("docs/studies/claims.md"),
-    Path("docs/figures/claims.png"),
-)
-CLAIMS = Path("docs/paper/claims.md")
 #: What a row of the list of claims may end in.
 VERDICTS = ("holds", "partly", "does not hold", "not run")
-#: Runs of the lab's tasks.
-REPARAMETERISED = Path("results/mnist-reparameterised.jsonl")
-DEEP, BALANCED_START = Path("results/mnist-deep.jsonl"), Path("results/claims/mnist-deep-balanced.jsonl")
 NAMES = {
     "nero": "Nero",
     "adam": "Adam",
@@ -80,8 +69,8 @@ def _mean(runs: Records, key: str = "test_error") -> str:
     return f"{statistics.fmean(per_cent(runs, key)):.2f}{seeds_note(len(runs))}" if runs else "-"
 
 
-def tables(records: Records, reparameterised: Records) -> dict[str, str]:
-    """Return the tables by name."""
+def claims_tables(records: Records, reparameterised: Records, deep: Records, balanced_start: Records) -> dict[str, str]:
+    """Return the tables by name, from the study's records and those of three tasks of the lab."""
     makers: dict[str, Callable[[Records], str]] = {
         "initial-scale": _initial_scale,
         "start": _start,
@@ -97,7 +86,11 @@ def tables(records: Records, reparameterised: Records) -> dict[str, str]:
         "clip": _clip,
         "average": _average,
     }
-    return {"raw-scale": _raw_scale(records, reparameterised)} | {name: make(records) for name, make in makers.items()}
+    return {
+        "raw-scale": _raw_scale(records, reparameterised),
+        "balanced-start": _balanced_start(deep, balanced_start),
+        **{name: make(records) for name, make in makers.items()},
+    }
 
 
 def _raw_scale(records: Records, reparameterised: Records) -> str:
@@ -113,7 +106,7 @@ def _raw_scale(records: Records, reparameterised: Records) -> str:
     return render_table(["weights", "sigma", *(f"epoch {epoch}" for epoch in range(1, 6))], rows)
 
 
-def balanced_start(deep: Records, balanced: Records) -> str:
+def _balanced_start(deep: Records, balanced: Records) -> str:
     """Compare runs of the 100-layer perceptron from balanced weights with Nero's."""
     found: dict[tuple[str, float], Records] = {}
     for run in [run for run in deep if run["optimiser"] == "nero"] + balanced:
@@ -137,16 +130,17 @@ def _initial_scale(records: Records) -> str:
             _mean(select(records, "initial-scale", optimiser=optimiser, lr=usual, factor=each)) for each in FACTORS
         ]
         rows.append([f"{NAMES[optimiser]} at {usual:g}", *cells])
-        best = []
-        for factor in FACTORS:
-            found = {
-                lr: select(records, "initial-scale", optimiser=optimiser, lr=lr, factor=factor, seed=0)
-                for lr in (usual, *others)
-            }
-            error, lr = min((per_cent(runs)[0], lr) for lr, runs in found.items() if runs)
-            best.append(f"{error:.2f} ({lr:g})")
-        rows.append([f"{NAMES[optimiser]}, best of three rates, seed 0", *best])
+        rates = (usual, *others)
+        best = [_best(records, "initial-scale", rates, optimiser=optimiser, factor=factor) for factor in FACTORS]
+        cells = [f"{error:.2f} ({lr:g})" for error, lr in best]
+        rows.append([f"{NAMES[optimiser]}, best of three rates, seed 0", *cells])
     return render_table(["optimiser / factor", *(f"{factor:g}" for factor in FACTORS)], rows)
+
+
+def _best(records: Records, study: str, rates: Sequence[float], **settings: Any) -> tuple[float, float]:
+    """Return the lowest test error of seed 0 over the rates, and its rate."""
+    found = {lr: select(records, study, lr=lr, seed=0, **settings) for lr in rates}
+    return min((per_cent(runs)[0], lr) for lr, runs in found.items() if runs)
 
 
 def _start(records: Records) -> str:
@@ -165,13 +159,8 @@ def _batch_size(records: Records) -> str:
         runs = [select(records, "batch-size", optimiser=optimiser, lr=usual, batch=batch) for batch in BATCHES]
         means = [statistics.fmean(per_cent(found)) for found in runs if found]
         rows.append([f"{NAMES[optimiser]} at {usual:g}", *map(_cell, runs), f"{max(means) - min(means):.2f}"])
-        best = []
-        for batch in BATCHES:
-            found = {
-                lr: select(records, "batch-size", optimiser=optimiser, lr=lr, batch=batch, seed=0)
-                for lr in (round(usual * factor, 6) for factor in (0.1, 1.0, 10.0))
-            }
-            best.append(min((per_cent(runs)[0], lr) for lr, runs in found.items() if runs))
+        rates = [round(usual * factor, 6) for factor in (0.1, 1.0, 10.0)]
+        best = [_best(records, "batch-size", rates, optimiser=optimiser, batch=batch) for batch in BATCHES]
         spread = max(best)[0] - min(best)[0]
         cells = [f"{error:.2f} ({lr:g})" for error, lr in best]
         rows.append([f"{NAMES[optimiser]}, best of three rates, seed 0", *cells, f"{spread:.2f}"])
@@ -184,10 +173,9 @@ def _overflow(records: Records) -> str:
         cells = []
         for dtype in ("float32", "bfloat16", "float16"):
             for run in select(records, "overflow", way=way, dtype=dtype)[:1]:
-                good = [power for power, fits in zip(run["powers"], run["is_balanced"], strict=True) if fits]
-                finite = [
-                    power for power, fits in zip(run["powers"], run["is_balanced"], strict=True) if fits is not None
-                ]
+                by_power = dict(zip(run["powers"], run["is_balanced"], strict=True))
+                good = [power for power, fits in by_power.items() if fits]
+                finite = [power for power, fits in by_power.items() if fits is not None]
                 text = f"1e{good[0]} to 1e{good[-1]}"
                 cells.append(f"all: {text}" if good == finite else text)
         rows.append([WAY_NAMES[way], *cells])
@@ -329,23 +317,7 @@ def claims_of(text: str) -> list[list[str]]:
     return [row for row in rows if len(row) == 5 and row[0] not in ("section", "---")]
 
 
-def _verdicts(text: str) -> str:
+def verdicts_table(text: str) -> str:
+    """Count the verdicts on the page of claims."""
     found = [row[-1] for row in claims_of(text)]
     return render_table(VERDICTS, [[*map(found.count, VERDICTS)]], 0)
-
-
-def main(root: Path = Path()) -> None:
-    """Fill the pages under the root with the tables of the records there, and draw the figure."""
-    from nero_lab.claims.figure import draw
-    from nero_lab.report.figures import save
-
-    records = read_json_lines(root / RECORDS)
-    made = tables(records, read_json_lines(root / REPARAMETERISED))
-    made["balanced-start"] = balanced_start(read_json_lines(root / DEEP), read_json_lines(root / BALANCED_START))
-    update_page(root / PAGE, made)
-    update_page(root / CLAIMS, {"verdicts": _verdicts((root / CLAIMS).read_text(encoding="utf-8"))})
-    save(draw(records), root / FIGURE)
-
-
-if __name__ == "__main__":
-    main()

@@ -63,8 +63,6 @@ def load(
     Raises:
         DataError: if a file is damaged or malformed, or is missing and cannot be downloaded.
     """
-    if name not in LOADERS:
-        raise DataError(f"unknown data set {name!r}: choose one of {', '.join(LOADERS)}")
     try:
         return LOADERS[name](Folder(name, folder, progress))
     except OSError as error:

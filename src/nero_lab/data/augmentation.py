@@ -1,4 +1,4 @@
-"""Normalisation, and random crops, flips and rotations, of a whole set of images at once, on its device."""
+"""Normalisation, and random crops, flips, rotations and resizes, of a whole set of images at once, on its device."""
 
 import math
 from functools import cache
@@ -6,6 +6,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+#: Range of a box's area relative to its image, and of its width over its height.
+AREA_RANGE, ASPECT_RANGE = (0.08, 1.0), (3 / 4, 4 / 3)
+#: Boxes drawn per image; if none fits, the largest central box is taken.
+MAX_TRIES = 10
+#: Most float32 elements of images that are cropped together.
+MAX_ELEMENTS = 2**27
 
 
 class _Draws(NamedTuple):
@@ -40,7 +47,6 @@ def crop_flip_rotate(
         >>> moved.shape == pixels.shape, moved.dtype
         (True, torch.uint8)
     """
-    _check(pixels, padding, degrees, chunk)
     count, channels, height, width = pixels.shape
     draws = _draw(count, generator, padding, degrees, pixels.device)
     moved = torch.empty_like(pixels, memory_format=torch.contiguous_format)
@@ -140,12 +146,88 @@ def _within(positions: Tensor, size: int) -> Tensor:
     return (positions >= 0) & (positions < size)
 
 
-def _check(pixels: Tensor, padding: int, degrees: float, chunk: int) -> None:
-    if pixels.dtype != torch.uint8 or pixels.ndim != 4:
-        raise ValueError(f"pixels must be uint8 (N, C, H, W), got {pixels.dtype} {tuple(pixels.shape)}")
-    if padding < 0:
-        raise ValueError(f"padding must be non-negative, got {padding!r}")
-    if not 0 <= degrees <= 180:
-        raise ValueError(f"degrees must be in [0, 180], got {degrees!r}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk!r}")
+def random_boxes(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
+    """Draw a box for each image, as torchvision's RandomResizedCrop does.
+
+    Args:
+        count: number of images.
+        height: height of every image.
+        width: width of every image.
+        generator: random generator on the device of the boxes.
+
+    Returns:
+        float64 (N, 4): top, left, height and width, in whole pixels.
+    """
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        drawn = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
+        return low + (high - low) * drawn
+
+    area = height * width * uniform(*AREA_RANGE, count, MAX_TRIES)
+    aspect = uniform(math.log(ASPECT_RANGE[0]), math.log(ASPECT_RANGE[1]), count, MAX_TRIES).exp()
+    heights, widths = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
+    fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
+    first, any_fits = fits.int().argmax(1, keepdim=True), fits.any(1)
+    central = _largest_box(height, width)
+    box_height = torch.where(any_fits, heights.gather(1, first).squeeze(1), central[0])
+    box_width = torch.where(any_fits, widths.gather(1, first).squeeze(1), central[1])
+    down, right = uniform(0, 1, 2, count)
+    top = torch.where(any_fits, (down * (height - box_height + 1)).floor(), (height - central[0]) // 2)
+    left = torch.where(any_fits, (right * (width - box_width + 1)).floor(), (width - central[1]) // 2)
+    return torch.stack([top, left, box_height, box_width], 1)
+
+
+def random_flips(count: int, generator: torch.Generator) -> Tensor:
+    """Draw for each image whether it is mirrored, with probability one half: bool (N,)."""
+    return torch.rand(count, generator=generator, device=generator.device) < 0.5
+
+
+def crop_and_resize(pixels: Tensor, boxes: Tensor, size: tuple[int, int], flips: Tensor) -> Tensor:
+    """Crop a box from each image, resize it to a common size, and mirror it where asked.
+
+    Equals Pillow's bilinear ``crop(box).resize(size)``, which averages when it shrinks, up to its rounding to bytes.
+    Rows and columns are weighted by one matrix each, so a batch takes two matrix products.
+
+    Args:
+        pixels: uint8 (N, H, W, C).
+        boxes: (N, 4): top, left, height, width.
+        size: height and width of the result.
+        flips: bool (N,): True to mirror.
+
+    Returns:
+        float32 (N, height, width, C), in [0, 255].
+
+    Example:
+        >>> pixels = torch.arange(16, dtype=torch.uint8).view(1, 4, 4, 1)
+        >>> crop_and_resize(pixels, torch.tensor([[0, 1, 2, 2]]), (2, 2), torch.tensor([True])).flatten().tolist()
+        [2.0, 1.0, 6.0, 5.0]
+    """
+    count, height, width, channels = pixels.shape
+    if count > (most := max(1, MAX_ELEMENTS // (height * width * channels))):
+        pieces = zip(*(torch.split(each, most) for each in (pixels, boxes, flips)), strict=True)
+        return torch.cat([crop_and_resize(piece, within, size, mirrored) for piece, within, mirrored in pieces])
+    top, left, box_height, box_width = boxes.float().unbind(1)
+    rows = _resize_weights(top, box_height, height, size[0])
+    columns = _resize_weights(left, box_width, width, size[1])
+    columns = torch.where(flips[:, None, None], columns.flip(1), columns)
+    return torch.einsum("nyh,nhwc,nxw->nyxc", rows, pixels.float(), columns).contiguous()
+
+
+def _resize_weights(starts: Tensor, lengths: Tensor, size: int, into: int) -> Tensor:
+    """Compute the bilinear weights of old pixels in new ones, along one axis: (N, new pixels, old pixels)."""
+    steps = (lengths / into)[:, None, None]
+    centres = torch.arange(size, device=starts.device) + 0.5
+    targets = starts[:, None, None] + (torch.arange(into, device=starts.device)[:, None] + 0.5) * steps
+    weights = (1 - (centres - targets).abs() / steps.clamp(min=1)).clamp_(min=0)
+    offsets = centres - starts[:, None]
+    weights *= ((offsets > 0) & (offsets < lengths[:, None]))[:, None]
+    return weights / weights.sum(2, keepdim=True)
+
+
+def _largest_box(height: int, width: int) -> tuple[int, int]:
+    """Return height and width of the largest box with an allowed aspect ratio."""
+    if width / height < ASPECT_RANGE[0]:
+        return round(width / ASPECT_RANGE[0]), width
+    if width / height > ASPECT_RANGE[1]:
+        return height, round(height * ASPECT_RANGE[1])
+    return height, width

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from nero_lab.data import bpe, sources
 from nero_lab.data.book_files import read_text
-from nero_lab.data.dataset import DataError
+from nero_lab.data.dataset import IGNORED_LABEL
 from nero_lab.data.download import replacing
 from nero_lab.data.folder import Folder
-from nero_lab.data.texts import IGNORED_LABEL
 
 #: Tokens that a window holds, the context of the language model; the labels are the tokens that follow.
 WINDOW = 256
@@ -94,27 +93,7 @@ class Books:
 def classic_books(folder: Folder) -> Books:
     """Load classic-books from its tokens, which are encoded and kept in a file beside the text at first use."""
     train, valid = (load_tokens(folder, name) for name in sources.BOOKS)
-    return build_books("books", train, valid, bpe.token_bytes())
-
-
-def build_books(name: str, train: Tensor, valid: Tensor, token_bytes: Tensor) -> Books:
-    """Check the tokens of two texts, and make a data set of them.
-
-    Raises:
-        DataError: if a token is not of the vocabulary, or a text is shorter than a window.
-    """
-    for part, tokens in (("training", train), ("validation", valid)):
-        if len(tokens) <= WINDOW:
-            raise DataError(
-                f"the {part} text must have more than {WINDOW} tokens, got {len(tokens)}: take a longer one"
-            )
-        least, most = (int(number) for number in tokens.aminmax())
-        if not 0 <= least <= most < len(token_bytes):
-            raise DataError(
-                f"the tokenizer does not fit: its vocabulary has {len(token_bytes):,} tokens, but the {part} text has "
-                f"tokens {least} to {most}. Encode the text by the same tokenizer"
-            )
-    return Books(name, train, valid, token_bytes)
+    return Books("books", train, valid, bpe.token_bytes())
 
 
 def load_tokens(folder: Folder, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Worker processes that decode images."""
+"""Worker processes that decode images, and batches whose images they decode ahead of time."""
 
 import multiprocessing
 import os
@@ -6,20 +6,24 @@ import signal
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from nero_lab.data.dataset import DataError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Batch: TypeAlias = tuple[Tensor, Tensor]
+#: Batches that are started before they are asked for.
+PREFETCHED = 4
 
 
 class _Worker(ForkServerProcess):
@@ -88,6 +92,45 @@ def result(future: Future[T]) -> T:
     """
     with _explained():
         return future.result()
+
+
+class LazyBatches(Sequence[Batch]):
+    """Batches that are made by number, when they are asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], Batch]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < self._count:
+            raise IndexError(f"batch must be in 0 .. {self._count - 1}, got {number}")
+        return self._make(number)
+
+
+class PrefetchedBatches(LazyBatches):
+    """Batches whose jobs start while earlier batches are in use. Access out of order restarts the prefetching."""
+
+    def __init__(
+        self,
+        count: int,
+        start: Callable[[int], list[Future[bytearray]]],
+        finish: Callable[[int, list[bytearray]], Batch],
+    ) -> None:
+        super().__init__(count, self._next)
+        self._start, self._finish = start, finish
+        self._pending: deque[list[Future[bytearray]]] = deque()
+        self._first = 0
+
+    def _next(self, number: int) -> Batch:
+        if number != self._first:
+            self._pending.clear()
+            self._first = number
+        while len(self._pending) < PREFETCHED and self._first + len(self._pending) < len(self):
+            self._pending.append(self._start(self._first + len(self._pending)))
+        self._first += 1
+        return self._finish(number, [result(future) for future in self._pending.popleft()])
 
 
 def default_count(processes: int = 1) -> int:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nero_lab.data.crops import random_boxes, random_flips
+from nero_lab.data.augmentation import random_boxes, random_flips
 from nero_lab.data.dataset import DataError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nero_lab.data import formats, sources
 from nero_lab.data.augmentation import scale_and_shift
-from nero_lab.data.dataset import Augment, DataError
+from nero_lab.data.dataset import Augment
 from nero_lab.data.folder import Folder
 
 #: Images per batch of an evaluation.
@@ -98,7 +98,7 @@ def cifar10(folder: Folder) -> ImageDataset:
     contents = _cifar10_contents(folder)
 
     def images(*names: str) -> Images:
-        pixels, labels = zip(*(formats.cifar10_batch(*contents[name]) for name in names), strict=True)
+        pixels, labels = zip(*(formats.cifar10_batch(contents[name]) for name in names), strict=True)
         return Images(torch.cat(pixels), torch.cat(labels))
 
     mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -109,42 +109,34 @@ def _idx_dataset(folder: Folder, mean: float, std: float) -> ImageDataset:
     """Load a data set with MNIST's file names and format. The folder names the data set."""
     names = tuple(f"{stem}.gz" for stem in (*sources.MNIST_TRAIN, *sources.MNIST_TEST))
 
-    def file(stem: str) -> tuple[bytes, str]:
+    def content(stem: str) -> bytes:
         path = folder.find(f"{stem}.gz", stem)
         if path is None:
             path = folder.download(f"{stem}.gz", sources.FOLDERS[folder.dataset], names)
-        content = folder.read(path)
-        return (formats.gunzip(content, str(path)) if path.suffix == ".gz" else content), str(path)
+        found = folder.read(path)
+        return formats.gunzip(found, str(path)) if path.suffix == ".gz" else found
 
     def images(pixels: str, labels: str) -> Images:
-        both = Images(formats.mnist_images(*file(pixels)), formats.mnist_labels(*file(labels)))
-        if len(both.pixels) != len(both.labels):
-            raise DataError(
-                f"{pixels} has {len(both.pixels):,} images, but {labels} has {len(both.labels):,} labels. "
-                f"Delete both from {folder.path} and run again"
-            )
-        return both
+        return Images(formats.mnist_images(content(pixels)), formats.mnist_labels(content(labels)))
 
     train, test = images(*sources.MNIST_TRAIN), images(*sources.MNIST_TEST)
     return ImageDataset(folder.dataset, train, test, (mean,), (std,))
 
 
-def _cifar10_contents(folder: Folder) -> dict[str, tuple[bytes, str]]:
-    """Return the content and the origin of each batch file, by name. The archive is read in memory, not unpacked."""
+def _cifar10_contents(folder: Folder) -> dict[str, bytes]:
+    """Return the content of each batch file, by name. The archive is read in memory, not unpacked."""
     names = (*sources.CIFAR10_TRAIN, sources.CIFAR10_TEST)
     paths = [path for path in map(folder.find, names) if path is not None]
     if len(paths) == len(names):
-        return {path.name: (folder.read(path), str(path)) for path in paths}
+        return {path.name: folder.read(path) for path in paths}
     archive = folder.find(sources.CIFAR10_ARCHIVE)
     if archive is None:
         archive = folder.download(sources.CIFAR10_ARCHIVE, "", (sources.CIFAR10_ARCHIVE,))
-    inside = [f"{sources.FOLDERS['cifar10']}/{name}" for name in names]
+    inside = {f"{sources.FOLDERS['cifar10']}/{name}": name for name in names}
     members = formats.untar(folder.read(archive), inside, str(archive))
-    contents = {}
-    for name, member in zip(names, inside, strict=True):
-        source = f"{archive} (member {member})"
-        contents[name] = folder.verify(members[member], name, source), source
-    return contents
+    return {
+        name: folder.verify(members[member], name, f"{archive} (member {member})") for member, name in inside.items()
+    }
 
 
 def _channels_last(images: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from nero_lab.data import sources
-from nero_lab.data.dataset import DataError
+from nero_lab.data.dataset import IGNORED_LABEL, Texts
 from nero_lab.data.folder import Folder
 from nero_lab.data.formats import lines
-from nero_lab.data.texts import IGNORED_LABEL, Texts
 from nero_lab.data.tokens import tokenise_raw_files
 
 #: The first words of the vocabulary: padding, a rare word, the start and the end of a sentence.
@@ -116,16 +115,8 @@ def multi30k(folder: Folder) -> Pairs:
         path = folder.find(name) or folder.download(name, sources.FOLDERS["multi30k"], by_hand)
         return [line.split() for line in lines(folder.read(path), str(path))]
 
-    def both(german: str, english: str) -> list[tuple[list[str], list[str]]]:
-        first, second = sentences(german), sentences(english)
-        if len(first) != len(second):
-            raise DataError(
-                f"{german} has {len(first):,} sentences, but {english} has {len(second):,}. "
-                f"Delete both from {folder.path} and run again"
-            )
-        return list(zip(first, second, strict=True))
-
-    return build_pairs("multi30k", *(both(*pair) for pair in sources.MULTI30K))
+    texts = (zip(sentences(german), sentences(english), strict=True) for german, english in sources.MULTI30K)
+    return build_pairs("multi30k", *map(list, texts))
 
 
 def build_pairs(
@@ -136,8 +127,6 @@ def build_pairs(
 ) -> Pairs:
     """Number pairs of sentences by one vocabulary: the words that are frequent in either language."""
     train = [pair for pair in train if max(map(len, pair)) <= MAX_TRAIN_WORDS]
-    if not all((train, valid, test)):
-        raise DataError("there must be sentences to train on and to evaluate, but a file is empty")
     counts = [Counter(word for pair in train for word in pair[side]) for side in (0, 1)]
     frequent = [word for count in counts for word, times in count.items() if times >= MIN_OCCURRENCES]
     numbers = {word: number for number, word in enumerate(dict.fromkeys((*SPECIAL, *frequent)))}

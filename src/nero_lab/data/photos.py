@@ -20,12 +20,10 @@ from typing_extensions import Self
 from nero.extras import how_to_install
 from nero_lab import distributed
 from nero_lab.data import decoder_pool, decoding
-from nero_lab.data.augmentation import scale_and_shift
-from nero_lab.data.batches import Batch, LazyBatches, PrefetchedBatches
+from nero_lab.data.augmentation import crop_and_resize, random_boxes, random_flips, scale_and_shift
 from nero_lab.data.class_folder import ClassFolder, Listing, find_class_folder
-from nero_lab.data.crops import crop_and_resize, random_boxes, random_flips
 from nero_lab.data.dataset import DataError
-from nero_lab.data.decoder_pool import DecoderPool
+from nero_lab.data.decoder_pool import Batch, DecoderPool, LazyBatches, PrefetchedBatches
 from nero_lab.data.folder import Folder
 
 #: ImageNet's moments of each channel, for pixels in [0, 1].

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nero_lab.protocol import SettingError
-
 
 @dataclass(frozen=True)
 class PPO:
@@ -40,12 +38,6 @@ class PPO:
     normalises_rounds: bool = True
     max_grad_norm: float = 0.5
     rounds: int = 80
-
-    def __post_init__(self) -> None:
-        if self.round_steps % self.minibatches:
-            raise SettingError(
-                f"games * steps must be a multiple of minibatches, got {self.round_steps} and {self.minibatches}"
-            )
 
     @property
     def round_steps(self) -> int:

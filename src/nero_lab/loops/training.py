@@ -1,6 +1,5 @@
 """The base of all training loops: a run in progress, as records, checkpoints and the display see it."""
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -121,12 +120,7 @@ class Training(ABC):
         """Continue from a state of :meth:`state`."""
         if differing := set(state["curve"]) ^ set(self.curve):
             raise ValueError(f"its curve and the run's differ in {', '.join(sorted(differing))}")
-        epoch, step = state["epoch"], state["step"]
-        if epoch > self.settings.epochs or step > self.steps_per_epoch or (step and epoch == self.settings.epochs):
-            raise ValueError(f"epoch {epoch}, step {step} of {self.settings.epochs} epochs of {self.steps_per_epoch}")
-        if fault := curve_fault(state["curve"], epoch):
-            raise ValueError(fault)
-        self.epoch, self.step, self.curve = epoch, step, state["curve"]
+        self.epoch, self.step, self.curve = state["epoch"], state["step"], state["curve"]
         self._seconds_before, self.side_by_side = state["seconds"], state["beside"]
         self.resumed = state["resumed"] + 1
 
@@ -205,18 +199,6 @@ class Snapshot:
 
     def throughput_note(self) -> str:
         return self.note
-
-
-def curve_fault(curve: dict[str, Any], epochs: int) -> str:
-    """Describe the first fault of a curve with this number of epochs; empty if there is none."""
-    for name, values in curve.items():
-        if not isinstance(values, list) or len(values) != epochs:
-            count = f"{len(values)} values" if isinstance(values, list) else "no list"
-            return f"{count} of {name} for {epochs} {'epoch' if epochs == 1 else 'epochs'}"
-        for value in values:
-            if value is not None and (type(value) not in (int, float) or not abs(value) < math.inf):
-                return f"{value!r} in {name}"
-    return ""
 
 
 def copy_to_cpu(value: Any) -> Any:

@@ -92,10 +92,7 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int = 8192, *, depth: int = 6, width: int = 384, max_length: int = 256) -> None:
         super().__init__()
-        if width % HEAD_WIDTH:
-            raise ValueError(f"width must be a multiple of {HEAD_WIDTH}, got {width}")
         rotary = Rotary(max_length)
-        self.max_length = max_length
         self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, rotary) for _ in range(depth))
         self.norm = nn.RMSNorm(width)
@@ -107,11 +104,6 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token after each of (N, length) tokens."""
-        if tokens.shape[-1] > self.max_length:
-            raise ValueError(
-                f"sequences must have at most {self.max_length} tokens, got {tokens.shape[-1]}: "
-                "build the model with a larger max_length"
-            )
         # normalised, so that the scale of the embedding is free, as that of every layer is
         stream = F.rms_norm(self.embedding(tokens), (self.embedding.embedding_dim,))
         for block in self.blocks:

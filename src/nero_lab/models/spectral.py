@@ -32,15 +32,13 @@ class SpectralNorm(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         with torch.no_grad():
-            matrix = weight.movedim(1, -1).flatten(
-                1
-            )  # a view in channels-last layout; u does not depend on the column order
+            # a view in channels-last layout; u does not depend on the column order
+            matrix = weight.movedim(1, -1).flatten(1)
             v = matrix.mT @ self.u
             v /= torch.linalg.vector_norm(v)
             stretched = matrix @ v
-            largest = torch.linalg.vector_norm(
-                stretched
-            )  # equals u @ matrix @ v, since stretched is parallel to the new u
+            # equals u @ matrix @ v, since stretched is parallel to the new u
+            largest = torch.linalg.vector_norm(stretched)
             if self.training:
                 torch.div(stretched, largest, out=self.u)
         divided: Tensor = _Divided.apply(weight, largest, stretched, v)  # type: ignore[no-untyped-call]

@@ -7,8 +7,7 @@ from nero_lab.report import figures
 from nero_lab.report.markdown import bare_page, fill_page
 from nero_lab.report.overview import overview_tables
 from nero_lab.report.published import all_published
-from nero_lab.report.records import Record
-from nero_lab.report.runs import Runs
+from nero_lab.report.runs import Record, Runs
 from nero_lab.report.tables import task_tables
 from nero_lab.store import StoreError, write_bytes
 

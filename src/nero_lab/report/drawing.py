@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 from nero_lab.report.names import display_name
 from nero_lab.report.published import Measure, Published, PublishedRow
-from nero_lab.report.records import Run
-from nero_lab.report.runs import Runs
+from nero_lab.report.runs import Run, Runs
 
 GREY = "#555555"
 SMALL_PT = 8.5

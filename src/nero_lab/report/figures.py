@@ -99,15 +99,8 @@ def draw_table1(runs: Runs) -> Figure:
     for axes in panels[len(tasks) :]:
         axes.set_axis_off()
     handles: list[Artist] = [
-        Line2D(
-            [],
-            [],
-            color=STYLES[name].colour,
-            marker=STYLES[name].marker,
-            label=display_name(name),
-            lw=1.5 + 0.9 * (name == "nero"),
-        )
-        for name in TABLE1_COLUMNS
+        Line2D([], [], color=colour, marker=marker, label=display_name(name), lw=1.5 + 0.9 * (name == "nero"))
+        for name, (colour, marker) in ((name, STYLES[name]) for name in TABLE1_COLUMNS)
     ]
     handles += [
         Patch(color=GREY, alpha=0.25, linewidth=0, label="range over seeds, or each"),

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from nero_lab.store import StoreError, write_bytes
@@ -113,17 +113,12 @@ def fill_page(path: Path, tables: dict[str, str], new_page: str = "") -> str:
         raise StoreError(f"{path.name}: a table block is not closed; end each block with <!-- end -->")
     if unknown := [name for name in blocks if name not in tables]:
         raise StoreError(f"{path.name}: unknown table {unknown[0]!r}; choose one of {', '.join(tables)}")
-    return fill_blocks(text, tables.__getitem__)
+    return BLOCK.sub(lambda block: f"{block[1]}\n{tables[block[2]]}\n\n{block[3]}", text)
 
 
 def update_page(path: Path, tables: dict[str, str]) -> None:
     """Replace the blocks of a page by the tables, in the file."""
     write_bytes(path, fill_page(path, tables).encode())
-
-
-def fill_blocks(text: str, table: Callable[[str], str]) -> str:
-    """Return a text with each block replaced by the table of its name."""
-    return BLOCK.sub(lambda block: f"{block[1]}\n{table(block[2])}\n\n{block[3]}", text)
 
 
 def bare_page(title: str, tables: dict[str, str], figure: str = "") -> str:

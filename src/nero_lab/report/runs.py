@@ -1,16 +1,122 @@
-"""Selection of the runs that a table or figure shows."""
+"""Runs parsed from records, and the selection of those that a table or figure shows."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
 
+from nero_lab.protocol import perplexity
 from nero_lab.report.names import CONTENDERS
-from nero_lab.report.published import PublishedRow, all_published
-from nero_lab.report.records import Record, Run, parse_record
+from nero_lab.report.published import Measure, PublishedRow, all_published
 from nero_lab.store import StoreError
+
+Record: TypeAlias = dict[str, Any]
 
 #: A shorter run, as a share of the task's epochs, is a trial and is never compared.
 MIN_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run and its curves.
+
+    Attributes:
+        curves: one value per epoch, accuracies and errors in per cent. NaN marks an epoch without a measurement.
+        nonfinite: True in every epoch where a training loss was not finite. The accuracies of such an epoch are those
+            of the network's answers, as in the authors' numbers.
+        seconds: the run's duration, if recorded.
+        side_by_side: the number of runs that its process trained at the same time.
+        bleu: BLEU of the test set, if measured.
+        data: the name of the stand-in data set, or None if the run used the task's own data.
+    """
+
+    task: str
+    optimiser: str
+    rate: float
+    seed: int
+    epochs: int
+    precision: str
+    curves: dict[Measure, tuple[float, ...]]
+    nonfinite: tuple[bool, ...]
+    seconds: float | None
+    side_by_side: int
+    device: str
+    finished: str
+    bleu: float | None = None
+    data: str | None = None
+
+    def final(self, measure: Measure) -> float:
+        """Return the last epoch's value."""
+        return self.curves[measure][-1]
+
+    @property
+    def has_diverged(self) -> bool:
+        """True if the training loss was not finite in the last epoch."""
+        return self.nonfinite[-1]
+
+    def truncate(self, epoch: int) -> "Run":
+        """Return the run as it stood after an epoch."""
+        curves = {measure: values[:epoch] for measure, values in self.curves.items()}
+        return replace(self, epochs=epoch, curves=curves, nonfinite=self.nonfinite[:epoch])
+
+
+def parse_record(record: Record) -> Run:
+    """Convert a record of a published task.
+
+    Raises:
+        StoreError: if a value is missing, or is not one that a run writes.
+    """
+    try:
+        epochs, curve = record["epochs"], record["curve"]
+        if short := [name for name, values in curve.items() if len(values) != epochs]:
+            raise ValueError(f"{short[0]} has {len(curve[short[0]])} values for {epochs} epochs")
+        is_supervised = "train_accuracy" in curve or not {"reward", "test_distance"} & set(curve)
+        trained = ["train_loss"] if is_supervised else [name for name in curve if name.endswith("_loss")]
+        losses = [curve[name] for name in trained]
+        curves = (_supervised_curves if is_supervised else _measured_curves)(curve)
+        if (measure := all_published()[record["task"]].measure) not in curves:
+            raise ValueError(f"it has no {measure}")
+        return Run(
+            task=record["task"],
+            optimiser=record["optimiser"],
+            rate=record["lr"],
+            seed=record["seed"],
+            epochs=epochs,
+            precision=record.get("precision", "float32"),
+            curves=curves,
+            nonfinite=tuple(None in values for values in zip(*losses, strict=True)) or (False,) * epochs,
+            seconds=record.get("seconds"),
+            side_by_side=record.get("side_by_side", 1),
+            device=record.get("device", "unknown"),
+            finished=record.get("finished", ""),
+            bleu=record.get("test_bleu"),
+            data=record.get("data"),
+        )
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        fault = f"it lacks {error}" if isinstance(error, KeyError) else error
+        where = record.get("path", f"a record of {record.get('task')}")
+        raise StoreError(f"{where} is not the record of a whole run ({fault}): make the run again") from error
+
+
+def _supervised_curves(curve: Record) -> dict[Measure, tuple[float, ...]]:
+    curves: dict[Measure, tuple[float, ...]] = {}
+    for part in ("train", "test", "valid") if "valid_loss" in curve else ("train", "test"):
+        accuracy = tuple(100 * value for value in curve[f"{part}_accuracy"])
+        curves[cast(Measure, f"{part}_accuracy")] = accuracy
+        curves[cast(Measure, f"{part}_error")] = tuple(100 - value for value in accuracy)
+        curves[cast(Measure, f"{part}_perplexity")] = tuple(map(perplexity, curve[f"{part}_loss"]))
+    return curves | _measured_curves(curve)
+
+
+def _measured_curves(curve: Record) -> dict[Measure, tuple[float, ...]]:
+    """Read rewards, and distances to both training and test images."""
+    names = [f"{part}_{kind}" for kind in ("distance", "fid") if f"test_{kind}" in curve for part in ("train", "test")]
+    names += ["reward"] if "reward" in curve else []
+    return {
+        cast(Measure, name): tuple(math.nan if value is None else float(value) for value in curve[name])
+        for name in names
+    }
 
 
 class Runs:
@@ -27,7 +133,7 @@ class Runs:
         unknown_tasks: the number of records of every other task, whose curves may be of any kind.
 
     Raises:
-        StoreError: if a record is malformed or lacks its task's measure.
+        StoreError: if a record is not that of a whole run.
     """
 
     def __init__(self, records: Iterable[Record]) -> None:
@@ -35,13 +141,10 @@ class Runs:
         self.unknown_tasks = Counter[str]()
         runs = []
         for record in records:
-            task = record.get("task")
-            if isinstance(task, str) and task not in known:
-                self.unknown_tasks[task] += 1
-            else:
+            if record["task"] in known:
                 runs.append(parse_record(record))
-        for run in runs:
-            _check_measure(run)
+            else:
+                self.unknown_tasks[record["task"]] += 1
         self.tasks = [task for task in known if any(run.task == task for run in runs)]
         self._all = sorted(runs, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in runs if run.epochs != known[run.task].epochs)
@@ -90,14 +193,6 @@ class Runs:
                 truncated = [run.truncate(epoch) for run in group.values() if run.epochs >= epoch]
                 shared.append(sorted(truncated, key=_priority, reverse=True))
         return sorted(shared, key=lambda group: _table_order(group[0]))
-
-
-def _check_measure(run: Run) -> None:
-    measure = all_published()[run.task].measure
-    if measure not in run.curves:
-        key = f"{measure.partition('_')[0]}_loss" if measure.endswith("perplexity") else measure
-        name = f"{run.optimiser} at {run.rate:g} with seed {run.seed}"
-        raise StoreError(f"the record of {run.task} by {name}: missing {key}; run it again")
 
 
 def _table_order(run: Run) -> tuple[Any, ...]:

@@ -15,8 +15,7 @@ from nero_lab.report.markdown import (
 )
 from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.published import Measure, Published, PublishedRow, all_published
-from nero_lab.report.records import Run
-from nero_lab.report.runs import Runs
+from nero_lab.report.runs import Run, Runs
 
 NOT_RUN = "not run"
 PROCESS_NOTE = (

@@ -1,21 +1,53 @@
-"""``python -m nero_lab.starts``: run the study and append its records to a file."""
+"""``python -m nero_lab.starts``: train the cases of the study, and append one record a run to a file."""
 
 import argparse
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from functools import partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from nero_lab.starts.cases import CASES
-from nero_lab.starts.run import CONTENDERS, run, train_base
+import nero
+from nero_lab.provenance import commit, device_name
+from nero_lab.starts.cases import CASES, batches
+from nero_lab.starts.variants import Variant
 
 BASES = {case.base for case in CASES.values()}
+STEPS, BASE_STEPS = 600, 1500
+VALIDATION_BATCHES = 16
+Optimiser = Callable[..., torch.optim.Optimizer]
+
+
+def _variant(model: nn.Module, lr: float, **options: Any) -> torch.optim.Optimizer:
+    return Variant(nero.param_groups(model), lr, **options)
+
+
+def _adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr)
+
+
+#: The optimisers, by name: the first is today's Nero, the next are forms of it, the last is the rival.
+CONTENDERS: dict[str, Optimiser] = {
+    "nero": lambda model, lr: nero.Nero(model, lr),
+    "before": partial(_variant, start="jump", gain_scale=0.0),
+    "jump": partial(_variant, start="jump"),
+    "forced": partial(_variant, start="forced"),
+    "held": partial(_variant, start="held"),
+    "ball": partial(_variant, start="ball"),
+    "ball-uncentred": partial(_variant, start="ball", centre=False),
+    "tenth": partial(_variant, start="ball", gain_scale=0.1),
+    "hundredth": partial(_variant, start="ball", gain_scale=0.01),
+    "adamw": _adamw,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,6 +81,72 @@ def main(arguments: Sequence[str] | None = None) -> None:
                   f"{record['seconds']} s", flush=True)  # fmt: skip
             out.write(json.dumps(record) + "\n")
             out.flush()
+
+
+def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device: str, bases: Path) -> dict[str, Any]:
+    """Train a case and return its record: the losses of training, and the loss of validation at the end."""
+    case, begin = CASES[case_name], time.perf_counter()
+    base = None
+    if case.base:
+        torch.manual_seed(0)
+        base = CASES[case.base].model(None).to(device)
+        base.load_state_dict(torch.load(bases / f"{case.base}.pt", map_location=device, weights_only=True))
+    torch.manual_seed(seed)
+    model = case.model(base).to(device)
+    untrained = _validate(case_name, model, data, device)
+    losses = _train(case_name, model, CONTENDERS[contender](model, lr), lr, seed, STEPS, data, device)
+    return {
+        "case": case_name,
+        "contender": contender,
+        "lr": lr,
+        "seed": seed,
+        "steps": STEPS,
+        "untrained": untrained,
+        "train": [round(loss, 5) for loss in [*losses[:5], *losses[9::10]]],
+        "valid": _validate(case_name, model, data, device),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "device": device_name(torch.device(device)),
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+
+
+def train_base(name: str, data: Path, device: str, bases: Path) -> None:
+    """Train a network that other cases start from, by AdamW."""
+    torch.manual_seed(0)
+    model = CASES[name].model(None).to(device)
+    _train(name, model, _adamw(model, 2e-3), 2e-3, 0, BASE_STEPS, data, device)
+    torch.save(model.state_dict(), bases / f"{name}.pt")
+
+
+def _train(
+    name: str,
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    lr: float,
+    seed: int,
+    steps: int,
+    data: Path,
+    device: str,
+) -> list[float]:
+    model.train()
+    losses = []
+    for step, batch in enumerate(islice(batches(CASES[name], data, device, "train", seed), steps)):
+        for group in optimiser.param_groups:
+            group["lr"] = lr * (1 - step / steps)
+        optimiser.zero_grad()
+        loss = CASES[name].loss(model, *batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+@torch.no_grad()
+def _validate(name: str, model: nn.Module, data: Path, device: str) -> float:
+    model.eval()
+    chosen = islice(batches(CASES[name], data, device, "test", 0), VALIDATION_BATCHES)
+    return float(torch.stack([CASES[name].loss(model, *batch) for batch in chosen]).mean())
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
-"""The tables of docs/studies/starts.md: ``python -m nero_lab.starts.tables`` fills them from committed records."""
+"""The tables of docs/studies/starts.md."""
 
 import statistics
-from pathlib import Path
 from typing import Any
 
-from nero_lab.report.markdown import render_table, update_page
+from nero_lab.report.markdown import render_table
 from nero_lab.starts.cases import CASES
-from nero_lab.store import read_json_lines
 
-RECORDS, PAGE = Path("results/studies/starts.jsonl"), Path("docs/studies/starts.md")
 GAINS = ("zero-gain", "layer-scale", "convnext", "gemma")
 NEURONS = ("lora", "control", "zero-head", "adaln", "zero-projection")
 #: Columns by title: a contender and its rate.
@@ -35,7 +32,7 @@ def losses(records: list[dict[str, Any]], case: str, contender: str, lr: float) 
     return [run["valid"] for run in sorted(cell, key=lambda run: run["seed"])]
 
 
-def tables(records: list[dict[str, Any]]) -> dict[str, str]:
+def starts_tables(records: list[dict[str, Any]]) -> dict[str, str]:
     """Return the tables by name."""
     return {
         "neurons": _table(records, NEURONS, {**NERO, **NEURON_COLUMNS, **RIVALS}),
@@ -56,12 +53,3 @@ def _cell(found: list[float]) -> str:
         return "-"
     seeds = "" if len(found) == 3 else f" ({len(found)} seed{'s' if len(found) > 1 else ''})"
     return f"{statistics.fmean(found):.3f}{seeds}"
-
-
-def main(root: Path = Path()) -> None:
-    """Fill the page under the root with the tables of the records there."""
-    update_page(root / PAGE, tables(read_json_lines(root / RECORDS)))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,10 +4,10 @@ from difflib import get_close_matches
 
 from nero_lab.protocol import SettingError, Task
 from nero_lab.tasks import depth, paper, today
-from nero_lab.tasks.paper import cgan, cifar10_vgg11, imagenet, mnist_deep, pong
+from nero_lab.tasks.paper import cgan, cifar10, imagenet, mnist, pong
 
 #: Tasks on claims that the paper makes in words.
-CLAIMS = (mnist_deep.balanced_start, *cifar10_vgg11.batches, pong.variants, cgan.with_momentum, imagenet.parts)
+CLAIMS = (mnist.balanced_start, *cifar10.batches, pong.variants, cgan.with_momentum, imagenet.parts)
 TASKS: dict[str, Task] = {task.name: task for task in (*paper.TASKS, *CLAIMS, *today.TASKS, *depth.TASKS)}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from nero_lab.models.mlp import mlp, normed_mlp
 from nero_lab.protocol import Contender, Schedule, Seconds, SettingError, Task, linear_decay
-from nero_lab.tasks.paper import mnist_deep
+from nero_lab.tasks.paper import mnist
 
 LAYERS = (5, 10, 20, 50, 100)
 RATES = (0.0003, 0.001, 0.003, 0.01, 0.03)
@@ -36,7 +36,7 @@ def perceptron(
     variant: str = "",
     *,
     model: Callable[..., nn.Module] | None = None,
-    schedule: Schedule = mnist_deep.task.schedule,
+    schedule: Schedule = mnist.deep.schedule,
     options: dict[str, Any] | None = None,
 ) -> Task:
     """Return the task of a perceptron on MNIST, trained by Nero at the rates of a grid.
@@ -49,7 +49,7 @@ def perceptron(
         options: options of the optimiser.
     """
     return replace(
-        mnist_deep.task,
+        mnist.deep,
         name=f"perceptron-{layers}{variant}",
         study="depth",
         shows="",

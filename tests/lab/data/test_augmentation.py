@@ -10,7 +10,7 @@ pytest.importorskip("PIL")
 
 from PIL import Image
 
-from nero_lab.data import augmentation, crops
+from nero_lab.data import augmentation
 from nero_lab.data.augmentation import crop_flip_rotate, flip, translate_and_flip
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -141,23 +141,6 @@ def test_crop_flip_rotate_matches_pillow(monkeypatch: pytest.MonkeyPatch, angle:
         assert int(differ.sum()) <= 8
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"padding": -1}, "padding must be non-negative, got -1"),
-        ({"degrees": -15.0}, r"degrees must be in \[0, 180\], got -15\.0"),
-        ({"degrees": math.nan}, "degrees"),
-        ({"degrees": math.inf}, "degrees"),
-        ({"chunk": 0}, "chunk must be at least 1"),
-        ({"pixels": torch.zeros(2, 3, 4, 4)}, r"uint8 \(N, C, H, W\), got torch.float32"),
-        ({"pixels": torch.zeros(3, 4, 4, dtype=torch.uint8)}, r"\(3, 4, 4\)"),
-    ],
-)
-def test_crop_flip_rotate_bad_arguments_raise(options: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        crop_flip_rotate(**{"pixels": random_bytes(2, 3, 4, 4), "generator": seeded(), **options})
-
-
 def test_flip_mirrors_half_of_the_images():
     pixels = torch.randint(256, (500, 3, 2, 4), dtype=torch.uint8)
     before = pixels.clone()
@@ -187,7 +170,7 @@ def reference_box(height: int, width: int, shares: list[float], ratios: list[flo
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", [(64, 64), (40, 100), (100, 31), (9, 200), (200, 9), (1, 1)])
 def test_random_boxes_match_reference(size: tuple[int, int], device: str):
-    boxes = crops.random_boxes(200, *size, torch.Generator(device).manual_seed(3))
+    boxes = augmentation.random_boxes(200, *size, torch.Generator(device).manual_seed(3))
     again = torch.Generator(device).manual_seed(3)
     drawn = [torch.rand(shape, generator=again, device=device, dtype=torch.float64) for shape in [(200, 10)] * 2]
     places = torch.rand(2, 200, generator=again, device=device, dtype=torch.float64)
@@ -198,7 +181,7 @@ def test_random_boxes_match_reference(size: tuple[int, int], device: str):
 
 
 def test_random_flips_mirror_half():
-    share = crops.random_flips(10_000, torch.Generator().manual_seed(0)).double().mean().item()
+    share = augmentation.random_flips(10_000, torch.Generator().manual_seed(0)).double().mean().item()
     assert share == pytest.approx(0.5, abs=0.02)
 
 
@@ -208,9 +191,9 @@ def test_random_flips_mirror_half():
 def test_crop_and_resize_matches_pillow(shape: tuple[int, int], into: int, device: str):
     pixels = torch.randint(256, (40, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
-    boxes, flips = crops.random_boxes(40, *shape, generator), crops.random_flips(40, generator)
+    boxes, flips = augmentation.random_boxes(40, *shape, generator), augmentation.random_flips(40, generator)
     moved = (each.to(device) for each in (pixels, boxes, flips))
-    found = crops.crop_and_resize(*(next(moved), next(moved)), (into, into), next(moved)).cpu()
+    found = augmentation.crop_and_resize(*(next(moved), next(moved)), (into, into), next(moved)).cpu()
     for row, (top, left, high, wide), is_flipped, ours in zip(pixels, boxes.tolist(), flips, found, strict=True):
         picture = Image.frombytes("RGB", shape[::-1], bytes(row.flatten().tolist()))
         picture = picture.crop((left, top, left + wide, top + high)).resize((into, into), Image.Resampling.BILINEAR)
@@ -218,21 +201,21 @@ def test_crop_and_resize_matches_pillow(shape: tuple[int, int], into: int, devic
         theirs = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(into, into, 3)
         assert (ours - theirs).abs().max() < 1.6  # Pillow rounds to bytes twice
     whole = torch.tensor([[0, 0, *shape]] * 40)
-    shown = crops.crop_and_resize(pixels, whole, shape, torch.zeros(40, dtype=torch.bool))
+    shown = augmentation.crop_and_resize(pixels, whole, shape, torch.zeros(40, dtype=torch.bool))
     torch.testing.assert_close(shown, pixels.float(), rtol=0, atol=1e-4)
 
 
 def test_crop_and_resize_limits_its_memory(monkeypatch: pytest.MonkeyPatch):
     pixels = torch.randint(256, (7, 8, 9, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(1)
-    boxes, flips = crops.random_boxes(7, 8, 9, generator), crops.random_flips(7, generator)
-    together = crops.crop_and_resize(pixels, boxes, (4, 4), flips)
+    boxes, flips = augmentation.random_boxes(7, 8, 9, generator), augmentation.random_flips(7, generator)
+    together = augmentation.crop_and_resize(pixels, boxes, (4, 4), flips)
     sizes = []
-    weights = crops._resize_weights
-    monkeypatch.setattr(crops, "_resize_weights", lambda *each: sizes.append(len(each[0])) or weights(*each))
+    weights = augmentation._resize_weights
+    monkeypatch.setattr(augmentation, "_resize_weights", lambda *each: sizes.append(len(each[0])) or weights(*each))
     for bound, pieces in ((3 * 8 * 9 * 3, [3, 3, 3, 3, 1, 1]), (1, [1] * 14)):
-        monkeypatch.setattr(crops, "MAX_ELEMENTS", bound)
-        torch.testing.assert_close(crops.crop_and_resize(pixels, boxes, (4, 4), flips), together)
+        monkeypatch.setattr(augmentation, "MAX_ELEMENTS", bound)
+        torch.testing.assert_close(augmentation.crop_and_resize(pixels, boxes, (4, 4), flips), together)
         assert sizes == pieces
         sizes.clear()
 

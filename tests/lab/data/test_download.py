@@ -183,47 +183,19 @@ def test_download_odd_answers_are_reported(tmp_path: Path, monkeypatch: pytest.M
         download.download(["slow", "odd"], tmp_path / "file", "sha256:0", None, "do this instead")
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (errno.ENOSPC, "cannot write .*mnist/train-images.*: the disk is full; make room, or .*--data"),
-        (errno.EDQUOT, "the disk is full"),
-        (errno.EROFS, "cannot write .*train-images-idx3-ubyte.gz: .*Read-only file system.*; fix that, or"),
-    ],
-)
-@pytest.mark.parametrize("when", ["opening", "writing", "renaming"])
-def test_download_disk_failure_is_explained(
-    tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, number: int, message: str, when: str
-):
+def test_download_disk_failure_is_explained(tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch):
     publish(mirror, monkeypatch)
-    error = OSError(number, os.strerror(number))
 
     class Full(io.FileIO):
         def write(self, content: bytes) -> int:
             super().write(content[:5])
-            raise error
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def opened(self: Path, mode: str) -> io.FileIO:
-        if when == "opening":
-            raise error
-        return Full(self, mode)
-
-    def replace(*_: Path) -> None:
-        raise error
-
-    if when == "renaming":
-        monkeypatch.setattr(Path, "replace", replace)
-    else:
-        monkeypatch.setattr(Path, "open", opened)
-    with pytest.raises(DataError, match=message):
+    monkeypatch.setattr(Path, "open", lambda path, mode: Full(path, mode))
+    with pytest.raises(DataError, match=r"cannot write .*mnist/train-images.*: the disk is full; make room, or"):
         load("mnist", tmp_path)
     assert files_in(tmp_path) == []
-    assert len(mirror.asked) <= 2  # another mirror would not help
-
-
-def test_load_unknown_name_lists_the_known():
-    with pytest.raises(DataError, match=r"unknown data set 'svhn'.*mnist, cifar10"):
-        load("svhn")
+    assert len(mirror.asked) == 2  # no second attempt, which would not help
 
 
 def test_folder_named_but_missing_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from lab.photo_cases import as_tiny_imagenet, damage, decoded, streamed, write_c
 from PIL import Image
 
 from nero_lab import distributed
-from nero_lab.data import DataError, class_folder, crops, decoder_pool, decoding, load, photos
+from nero_lab.data import DataError, augmentation, class_folder, decoder_pool, decoding, load, photos
 from nero_lab.data.class_folder import ClassFolder, Listing, find_class_folder
 from nero_lab.data.decoder_pool import DecoderPool
 from nero_lab.data.photos import StreamedPhotos, load_photos
@@ -251,8 +251,8 @@ def test_decode_random_crops_match_crop_and_resize(tmp_path: Path):
     pixels = torch.frombuffer(bytearray(Image.open(path).convert("RGB").tobytes()), dtype=torch.uint8)
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)
-        boxes, flips = crops.random_boxes(1, 60, 90, generator), crops.random_flips(1, generator)
-        ours = crops.crop_and_resize(pixels.view(1, 60, 90, 3), boxes, (28, 28), flips)[0]
+        boxes, flips = augmentation.random_boxes(1, 60, 90, generator), augmentation.random_flips(1, generator)
+        ours = augmentation.crop_and_resize(pixels.view(1, 60, 90, 3), boxes, (28, 28), flips)[0]
         theirs = torch.frombuffer(decoding.decode_random_crops([str(path)], [seed], 28), dtype=torch.uint8)
         assert (ours - theirs.view(28, 28, 3)).abs().max() < 1.6
 

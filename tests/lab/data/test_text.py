@@ -1,7 +1,6 @@
 """WikiText-2 and Multi30k: words, rows, encoding, batches and files."""
 
 import hashlib
-import re
 from pathlib import Path
 
 import pytest
@@ -58,19 +57,6 @@ def test_split_words_ends_lines_at_newlines_only():
         "two",
         "<eos>",
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a word \xff here", "made.txt is not UTF-8: byte 7 is 0xff. Save it as UTF-8"),
-        (b"", "made.txt must have at least 40 words, got 0"),
-        (b"few words\n", "made.txt must have at least 40 words, got 3"),
-    ],
-)
-def test_split_words_bad_text_raises(content: bytes, message: str):
-    with pytest.raises(DataError, match=re.escape(message)):
-        corpus.split_words(content, "made.txt")
 
 
 def test_wikitext2_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -155,8 +141,6 @@ def test_build_pairs_drops_long_training_sentences():
     found = pairs.build_pairs("made", [(["a"], ["b"]), long], [long], [long])
     assert found.examples == 1
     assert found.valid.words.shape[2] == 104
-    with pytest.raises(DataError, match="must be sentences to train on"):
-        pairs.build_pairs("made", [long], [long], [long])
 
 
 def test_multi30k_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -173,13 +157,6 @@ def test_multi30k_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.Monk
     found = load("multi30k", tmp_path)
     assert found.vocabulary[4:] == ("ein", "süßer", "hund", ".", "a", "sweet", "dog")
     assert found.examples == 4
-    write(sources.MULTI30K[2][0], b"")
-    write(sources.MULTI30K[2][1], b"")
-    with pytest.raises(DataError, match="a file is empty"):
-        load("multi30k", tmp_path)
-    write(sources.MULTI30K[1][1], b"a sweet dog .\n")
-    with pytest.raises(DataError, match=r"val\.lc\.norm\.tok\.de has 4 sentences, but .* has 1\."):
-        load("multi30k", tmp_path)
 
 
 def test_multi30k_published_files_have_known_sizes():

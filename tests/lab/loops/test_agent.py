@@ -3,7 +3,6 @@
 import math
 import re
 import signal
-import sys
 import threading
 from dataclasses import replace
 from functools import partial
@@ -15,11 +14,12 @@ import torch
 
 pytest.importorskip("typer")
 
+from lab.helpers import run_command
 from lab.loop_cases import ACTIONS, ECHO, SMALL_PPO, TINY_GAME, Echo, Watch, play, saved_and_loaded, shown_in
 from PIL import Image
 from rich.console import Console
 
-from nero_lab import baselines, cli
+from nero_lab import baselines
 from nero_lab.data import DataError, arcade, load
 from nero_lab.data.arcade import Game, GameSession
 from nero_lab.loops import agent, gif, ppo
@@ -28,7 +28,6 @@ from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.ppo import PPO, Batch
 from nero_lab.models.actor_critic import ActorCritic
 from nero_lab.progress import Display
-from nero_lab.protocol import SettingError
 from nero_lab.store import Store
 from nero_lab.sweep import train
 from nero_lab.tasks import TASKS
@@ -246,8 +245,6 @@ def test_adam_takes_the_tasks_epsilon():
     made = baselines.make("adam", torch.nn.Linear(2, 2), 0.1, **options)
     assert made.param_groups[0]["eps"] == 1e-5
     assert baselines.make("adam", torch.nn.Linear(2, 2), 0.1).param_groups[0]["eps"] == 1e-8
-    with pytest.raises(ValueError, match="eps must be finite and positive"):
-        baselines.make("adam", torch.nn.Linear(2, 2), 0.1, eps=0.0)
 
 
 def test_final_score_is_greedy(tmp_path):
@@ -281,14 +278,10 @@ def test_command_runs_pong_and_resume_is_equal(tmp_path, monkeypatch):
     monkeypatch.setattr(agent, "GREEDY_EPISODES", 1)
     monkeypatch.setattr("nero_lab.progress.LOG_EVERY_S", 0.0)
     monkeypatch.setattr("nero_lab.progress.REFRESH_EVERY_S", 0.0)
-    output = StringIO()
-    monkeypatch.setattr(cli, "console", Console(file=output, width=200, markup=False, highlight=False))
-    arguments = f"nero run pong --epochs 2 --device cpu --out {tmp_path / 'whole'}"
-    monkeypatch.setattr(sys, "argv", arguments.split())
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code, end.value.code
-    assert "steps a second" in output.getvalue()
+    arguments = ("run", "pong", "--epochs", 2, "--device", "cpu", "--out", tmp_path / "whole")
+    code, printed = run_command(monkeypatch, *arguments)
+    assert code == 0
+    assert "steps a second" in printed
     settings = SHORT.settings("nero", epochs=2)
     whole = Store(tmp_path / "whole").record(SHORT, settings)
     assert whole["environment_steps"] == 80
@@ -379,11 +372,6 @@ def test_objective_matches_reference(is_clipped):
         entropy -= sum(p * math.log(p) for p in probabilities) / 30
     assert parts.tolist() == pytest.approx([policy, value, entropy], rel=1e-9)
     assert total.item() == pytest.approx(policy + 0.7 * value - 0.03 * entropy, rel=1e-9)
-
-
-def test_ppo_uneven_minibatches_are_refused():
-    with pytest.raises(SettingError, match="multiple of minibatches, got 1000 and 3"):
-        PPO(games=8, steps=125, minibatches=3)
 
 
 def test_encode_gif_shortens_to_the_limit(monkeypatch):

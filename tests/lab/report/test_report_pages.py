@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,6 @@ from matplotlib.image import imread
 from report_samples import EPOCHS, RESULTS, ROOT, diverge, make_all_records, make_record
 
 from nero_lab.report import report
-from nero_lab.report.__main__ import main
 from nero_lab.report.drawing import DEFAULT_STYLE, make_entry
 from nero_lab.report.figures import draw, draw_table1
 from nero_lab.report.labels import spread_labels
@@ -114,18 +112,11 @@ def test_page_that_cannot_be_read_is_named(tmp_path: Path, spoil: Callable[[Path
     assert [path.name for path in tmp_path.iterdir()] == ["mnist-deep.md"]
 
 
-def test_figure_that_cannot_be_written_is_named(tmp_path: Path):
-    (tmp_path / "figures").write_text("words")
-    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'figures/mnist-deep.png'}: ")):
-        report([DEEP], tmp_path)
-    assert not list(tmp_path.glob("*.part"))
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_page_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["mnist-deep.md", "figures/mnist-deep.png"])
+def test_file_that_cannot_be_written_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("nero_lab.report.fill_page", lambda *_: "words")
-    (tmp_path / "mnist-deep.md").mkdir()
-    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / 'mnist-deep.md'}: ")):
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(StoreError, match=re.escape(f"cannot write {tmp_path / name}: ")):
         report([DEEP], tmp_path)
     assert not list(tmp_path.glob("*.part"))
 
@@ -133,21 +124,6 @@ def test_page_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytes
 def test_contender_without_style_gets_the_default():
     entry = make_entry(PublishedRow("mnist-deep", "newcomer", 0.1, math.nan, math.nan), Runs([]))
     assert (entry.style, entry.label) == (DEFAULT_STYLE, "newcomer")
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_committed_pages_are_what_the_records_give(tmp_path: Path):
-    copy = shutil.copytree(PAGES, tmp_path / "paper")
-    report(read_records(RESULTS), copy)
-    for page in sorted(PAGES.glob("*.md")):
-        assert (copy / page.name).read_text() == page.read_text(), f"{page.name} is old: run `make paper`"
-
-
-def test_committed_readme_has_table_1_of_the_records(tmp_path: Path):
-    readme = Path(shutil.copy(ROOT / "README.md", tmp_path))
-    assert "<!-- table: table1 -->" in readme.read_text()
-    main(RESULTS, readme)
-    assert readme.read_text() == (ROOT / "README.md").read_text(), "README.md is old: run `make paper`"
 
 
 @pytest.mark.parametrize("task", EPOCHS)

@@ -4,7 +4,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nero_lab.report.depth.study import CHANCE, SEEDS, Study
+from nero_lab.report.depth import CHANCE, SEEDS, Study
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST, TRUSTS
 
 #: Smaller trusts, and 0.11, were tried without a bound.

@@ -4,8 +4,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from nero_lab.report.depth.study import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
-from nero_lab.report.markdown import fill_blocks, render_table
+from nero_lab.report.depth import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
+from nero_lab.report.markdown import render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 
@@ -221,11 +221,6 @@ TABLES: dict[str, Callable[[Study], str]] = {
         *(falling, normed, trusts),
     )
 }
-
-
-def fill(page: str, study: Study) -> str:
-    """Return the page with its tables filled from the study."""
-    return fill_blocks(page, lambda name: TABLES[name](study))
 
 
 def _beside(study: Study, variant: str, title: str, depths: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style
 from nero_lab.report.labels import LABEL_GAP, spread_labels
 from nero_lab.report.names import display_name
 from nero_lab.report.scales import PEAK_MARKER, style_axes
-from nero_lab.report.today.study import OURS, SERIES, Run, Study, Width, goal_of
+from nero_lab.report.today import OURS, SERIES, Run, Study, Width, goal_of
 
 PALE = "#d9d9d9"
 COLUMNS = 3
@@ -71,11 +71,7 @@ def draw_sensitivity(study: Study, task: str) -> Figure:
         axes.yaxis.set_major_locator(MaxNLocator(5))
         is_first, is_last = place % columns == 0, place + columns >= len(contenders)
         style_axes(axes, "learning rate" if is_last else "", "")
-        _title(
-            axes,
-            contender,
-            _note(searches[contender], best, width),
-        )
+        _title(axes, contender, _note(searches[contender], best, width))
         axes.tick_params(labelleft=is_first, labelsize=8)
         axes.set_ylabel(goal.name if is_first else "", fontsize=9)
     _key(
@@ -215,11 +211,8 @@ def draw_airbench(study: Study) -> Figure:
         tick.set(color=_style(contender).colour, fontweight="bold" if contender in OURS else "normal")
     axes.axvline(TARGET, color=GREY, linestyle="--", linewidth=1)
     axes.set_ylim(-0.5, len(contenders) - 0.3)
-    style_axes(
-        axes,
-        "test accuracy with test-time augmentation, %",
-        "Every run; a diamond is the mean, with one standard error",
-    )
+    title = "Every run; a diamond is the mean, with one standard error"
+    style_axes(axes, "test accuracy with test-time augmentation, %", title)
     axes.grid(axis="y", visible=False)
     return figure
 
@@ -360,12 +353,8 @@ def _tick_rates(axes: Axes, rates: Sequence[float]) -> None:
 
 
 def _key(figure: Figure, *handles: Line2D) -> None:
-    options = {
-        "ncols": len(handles) if figure.get_figwidth() > 10 else 3,
-        "frameon": False,
-        "fontsize": SMALL_PT,
-        "borderaxespad": 0.8,
-    }
+    columns = len(handles) if figure.get_figwidth() > 10 else 3
+    options = {"ncols": columns, "frameon": False, "fontsize": SMALL_PT, "borderaxespad": 0.8}
     figure.legend(handles=handles, loc="outside upper left", **options)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 
-from nero_lab.report.markdown import fill_blocks, plural, render_table
+from nero_lab.report.markdown import plural, render_table
 from nero_lab.report.names import display_name
 from nero_lab.report.tables import NOT_RUN
+from nero_lab.report.today import OURS, SERIES, Run, Study, goal_of
 from nero_lab.report.today.figures import FIGURES, TARGET
-from nero_lab.report.today.study import OURS, SERIES, Run, Study, goal_of
 
 #: The tasks that rank contenders, each with its name on the overview.
 RANKED = {"gpt": "GPT", "gpt-large": "GPT, large", "vit": "ViT", "airbench": "airbench"}
@@ -174,15 +174,7 @@ def airbench(study: Study) -> str:
             ]
         )
     rows += [["-", _name(name), NOT_RUN, *["-"] * 7] for name in study.contenders("airbench") if name not in order]
-    head = [
-        "",
-        "contender",
-        "rate",
-        "runs",
-        "mean accuracy, %",
-        "standard error",
-        f"runs at {TARGET:g} % or above",
-    ]
+    head = ["", "contender", "rate", "runs", "mean accuracy, %", "standard error", f"runs at {TARGET:g} % or above"]
     table = render_table([*head, "seconds of steps", "state, bytes a parameter", "better than"], rows, left=2)
     return "\n\n".join([table, *_short_note(study, "airbench")])
 
@@ -218,11 +210,6 @@ TABLES: dict[str, Callable[[Study], str]] = {
     "airbench-rates": airbench_rates,
     **{f"figure-{name}": partial(figure, name=name) for name in FIGURES},
 }
-
-
-def fill(page: str, study: Study) -> str:
-    """Return the page with its tables filled from the study."""
-    return fill_blocks(page, lambda name: TABLES[name](study))
 
 
 def _name(contender: str) -> str:

@@ -1,27 +1,15 @@
-"""The eleven experiments of the paper, one file each, in the words of the paper's appendix."""
+"""The eleven experiments of the paper, in the words of the paper's appendix."""
 
 from nero_lab.protocol import Task
-from nero_lab.tasks.paper import (
-    cgan,
-    cifar10_ablation,
-    cifar10_granularity,
-    cifar10_resnet18,
-    cifar10_vgg11,
-    imagenet,
-    mnist_deep,
-    mnist_reparameterised,
-    pong,
-    translation,
-    wikitext2,
-)
+from nero_lab.tasks.paper import cgan, cifar10, imagenet, mnist, pong, translation, wikitext2
 
 TASKS: tuple[Task, ...] = (
-    mnist_deep.task,
-    mnist_reparameterised.task,
-    cifar10_vgg11.task,
-    cifar10_resnet18.task,
-    cifar10_ablation.task,
-    cifar10_granularity.task,
+    mnist.deep,
+    mnist.reparameterised,
+    cifar10.vgg,
+    cifar10.resnet,
+    cifar10.ablation,
+    cifar10.granularity,
     wikitext2.task,
     translation.task,
     pong.task,

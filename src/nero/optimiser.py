@@ -14,7 +14,6 @@ from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
 from nero.foreign_options import explain_positional_options
 from nero.groups import Part, check_params, completed, name_of, param_groups, parts_of, role_in, warn_if_lost
-from nero.local_plan import LocalPlan, groups_of
 from nero.option_changes import OptionChanges
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
@@ -27,13 +26,19 @@ from nero.options import (
     own_options,
     warn_if_unpenalised,
 )
-from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
+from nero.parameters import (
+    check_gradients,
+    check_parameter,
+    check_trainable,
+    warn_if_idle,
+    warn_if_untrainable,
+)
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
 from nero.regrowth import Entrance, add_missing_radii, read_norms
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
-from nero.state import UnseenState, initial_state
+from nero.state import UnseenState, groups_of, initial_state
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Loss = TypeVar("Loss")
@@ -108,7 +113,7 @@ class Nero(UnseenState):
     """
 
     # no defaults here: wrappers such as Lightning's inherit this class, and ask the optimiser only for what they lack
-    _plan: LocalPlan | None
+    _plan: backends.Plan | None
     _depth_counter: DepthCounter
     _entrance: Entrance
     _pretrained: bool | None
@@ -245,7 +250,7 @@ class Nero(UnseenState):
             self._check_gradients()
         if is_compiling and not any(is_sharded(each) for group in self.param_groups for each in group["params"]):
             self._enter_late()
-            backends.step_eagerly(groups_of(self.param_groups, self._state, self._role)[0])
+            backends.step_eagerly(groups_of(self.param_groups, self._state, self._role))
         elif (is_compiling or is_traced()) and (self._plan is None or self._plan.has_shards):
             torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # a compiled step of shards is eager
         else:
@@ -260,8 +265,10 @@ class Nero(UnseenState):
             self._entrance.end()
             if self._plan is None:
                 read_norms(self.parts(), self._state)
-            self._plan = LocalPlan(self.param_groups, self._state, self._role, self._plan)
-            self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
+            groups = groups_of(self.param_groups, self._state, self._role)
+            self._plan = backends.Plan(self.param_groups, self._state, groups, self._plan)
+            if not self._plan.has_shards:
+                warn_if_idle(part.parameter for part in self.parts())
         self._plan.step()
 
     @property

@@ -42,6 +42,18 @@ def warn_if_untrainable(parameters: Iterable[Tensor]) -> None:
         )
 
 
+def warn_if_idle(parameters: Iterable[Tensor]) -> None:
+    """Warn if a step of a distributed run, none of whose parameters is sharded, finds no gradient."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if all(parameter.grad is None for parameter in parameters):
+        warn(
+            "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard "
+            "replaced the model's parameters, make the optimiser after fully_shard"
+        )
+
+
 def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if Nero cannot train the values of a parameter, on all processes that share sharded ones alike."""
     parameters = list(named)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nero
-from nero.backends import planner
+from nero.backends import plan
 from nero.backends.numba import sweep
 
 
@@ -174,12 +174,12 @@ def test_numba_missing_raises_with_the_remedy():
 
 @pytest.mark.parametrize(("least", "is_used"), [(100, True), (10_000, True), (20_000, False)])
 def test_auto_uses_numba_from_a_minimum_size(monkeypatch: pytest.MonkeyPatch, least: int, is_used: bool):
-    monkeypatch.setattr(planner, "MIN_NUMBA_ELEMENTS", least)
+    monkeypatch.setattr(plan, "MIN_NUMBA_ELEMENTS", least)
     layer = nn.Linear(20, 20)  # two tensors, which count for 8,192 elements more each
     optimiser = nero.Nero(layer.parameters())
     layer(torch.ones(1, 20)).sum().backward()
     optimiser.step()
-    sweeps = optimiser._plan._plan._planner._sweeps
+    sweeps = optimiser._plan._sweeps
     assert [type(each) for each in sweeps] == ([sweep.NumbaSweep] if is_used else [])
 
 

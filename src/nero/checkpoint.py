@@ -9,13 +9,13 @@ from torch import Tensor
 
 from nero.backends import has_entered
 from nero.groups import Part, name_of, own_rate, role_in
+from nero.messages import and_more, warn
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
 from nero.roles import Role
 from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of
 from nero.state import match_momentum
-from nero.user_warnings import and_more, warn
 
 #: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nero.messages import and_more, warn
 from nero.options import own_options
 from nero.roles import Override, Role, role_from_shape, roles_of
 from nero.rounding import HALVES
 from nero.scalars import as_float
-from nero.user_warnings import and_more, warn
 
 #: The least angle of a step in half precision. Rounding of smaller steps to nearest leaves three of four weights, and
 #: most gains of one, as they were.

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
-from nero.foreign_options import explain_positional_options
 from nero.groups import Part, check_params, completed, name_of, param_groups, parts_of, role_in, warn_if_lost
+from nero.messages import explain_positional_options
 from nero.option_changes import OptionChanges
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from nero.messages import warn
 from nero.process import is_capturing
 from nero.sharding import agreed_flags, check_sharding, is_sharded, local_of
-from nero.user_warnings import warn
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
 

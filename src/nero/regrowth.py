@@ -15,12 +15,12 @@ from nero.backends import has_entered
 from nero.balance import initial_radius, own_radius, wide_neurons
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
+from nero.messages import and_more, warn
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
-from nero.user_warnings import and_more, warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22

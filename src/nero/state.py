@@ -10,12 +10,12 @@ from torch import Tensor
 from nero.backends import Group, Member, has_entered, member_of
 from nero.balance import balance_tensor_, initial_radius, own_radius
 from nero.groups import name_of
+from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 from nero.sharding import Noise, local_of, noise_of, sharding_of
-from nero.user_warnings import warn
 
 
 @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it

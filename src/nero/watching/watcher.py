@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nero.backends import has_entered
 from nero.balance import unwrapped
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero.optimiser import Nero
 from nero.rule import statistics_dtype
 from nero.scalars import as_int

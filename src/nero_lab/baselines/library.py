@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab.baselines.batched import check_number
 from nero_lab.baselines.together import Together
 

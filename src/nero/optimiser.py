@@ -12,9 +12,18 @@ from torch import Tensor, nn
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
 from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
-from nero.groups import Part, check_params, completed, name_of, param_groups, parts_of, role_in, warn_if_lost
+from nero.groups import (
+    OptionChanges,
+    Part,
+    check_params,
+    checked_role,
+    completed,
+    param_groups,
+    parts_of,
+    role_in,
+    warn_if_lost,
+)
 from nero.messages import explain_positional_options
-from nero.option_changes import OptionChanges
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -28,7 +37,6 @@ from nero.options import (
 )
 from nero.parameters import (
     check_gradients,
-    check_parameter,
     check_trainable,
     warn_if_idle,
     warn_if_untrainable,
@@ -406,18 +414,8 @@ class Nero(UnseenState):
         super().add_param_group(group)
         group = self.param_groups[-1]
         check_options(group)
-        roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
+        roles = [checked_role(self.param_groups, group, index) for index in range(len(group["params"]))]
         self._roles.update(zip(group["params"], roles, strict=True))
-
-    def _checked_role(self, group: dict[str, Any], index: int) -> Role:
-        """Return a parameter's role; raise if Nero cannot train the parameter."""
-        name, parameter = name_of(self.param_groups, group, index), group["params"][index]
-        check_parameter(name, parameter)
-        backends.check_backend(group["backend"], name, *([local_of(parameter)] if parameter.requires_grad else []))
-        try:
-            return role_in(group, parameter)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
 
     def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
         """Balance parameters and initialise their state."""

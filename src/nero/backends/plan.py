@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nero.backends import eager, foreach
 from nero.backends.available import NUMBA_DTYPES, numba_works, triton_works
-from nero.backends.job import Group, Member, Rates, has_entered, job_of, jobs_of, rates_of, settings_of
+from nero.backends.job import Group, Job, Member, Rates, has_entered, job_of, jobs_of, rates_of, settings_of
 from nero.backends.shards import Shard, Shards
 from nero.backends.sweep import Line, Sweep, line_of
 from nero.process import is_capturing
@@ -126,7 +126,7 @@ class Plan:
         works = [work for group in self._cut_groups for work in _works(group)]
         is_captured = bool(self._noise) and is_capturing()
         if self._noise and not is_captured:
-            self._seed_noise()
+            self._seed_noise(sweeps, jobs, works)
         if sweeps:
             rates = self._read_rates()
             for sweep, addresses in sweeps:
@@ -191,11 +191,18 @@ class Plan:
         """Return the sweeps whose tables a CUDA graph still uses."""
         return self._captured + [sweep for sweep in self._sweeps if sweep.captured]
 
-    def _seed_noise(self) -> None:
-        """Seed the generators of this step's noise by its number, so that a resumed run draws the same."""
-        for generator, (seed, steps) in self._noise.items():
-            generator.manual_seed((seed + steps * SEED_STRIDE) % MAX_SEED)
-            self._noise[generator] = seed, steps + 1
+    def _seed_noise(
+        self, sweeps: Sequence[tuple[Sweep, list[int]]], jobs: Sequence[list[Job]], works: "Sequence[Work]"
+    ) -> None:
+        """Seed the generators that draw in this step, and count the step for them."""
+        drawing = {sweep.generator for sweep, addresses in sweeps if any(addresses)}
+        drawing |= {group.generator for (group, _), own in zip(self._rest, jobs, strict=True) if own}
+        drawing |= {work.settings.generator for work in works}
+        for generator in drawing:
+            if generator is not None:
+                seed, steps = self._noise[generator]
+                generator.manual_seed((seed + steps * SEED_STRIDE) % MAX_SEED)
+                self._noise[generator] = seed, steps + 1
 
 
 def uses_numba(group: Group) -> bool:

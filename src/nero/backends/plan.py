@@ -239,9 +239,7 @@ def _works(group: Group) -> "list[Work]":
     settings = settings_of(group.options, group.generator)
     loops: Any = None
     if uses_numba(group):
-        from nero.backends.numba import rows
-
-        loops = rows
+        from nero.backends.numba import loops
     return [
         cut.Work(job_of(member, grad, group.options), settings, member.cut, loops)
         for member in group.members

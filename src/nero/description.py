@@ -16,7 +16,7 @@ from nero.parameters import COMPLEX
 from nero.roles import Override, Role, as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
 from nero.sharding import sharding_of
-from nero.text_table import text_table
+from nero.text import text_table
 
 HEADER = ("name", "shape", "role", "neurons x fan-in", "state", "why")
 #: Longer lists of parameter names are cut.

@@ -9,9 +9,8 @@ from nero.balance import checked_tolerance
 from nero.roles import KINDS, Kind
 from nero.rule import norm, statistics_dtype
 from nero.scalars import as_float
-from nero.text_table import text_table
-from nero.theory.layers import Layer, layers_of
-from nero.theory.perturbation import Perturbation, check_perturbation, frobenius_norm, ratio
+from nero.text import text_table
+from nero.theory.layers import Layer, Perturbation, check_perturbation, frobenius_norm, layers_of, ratio
 
 
 @dataclass(frozen=True)

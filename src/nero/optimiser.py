@@ -43,10 +43,10 @@ from nero.parameters import (
 )
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
-from nero.regrowth import Entrance, add_missing_radii, read_norms
+from nero.regrowth import Entrance, add_missing_radii
 from nero.roles import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
-from nero.state import UnseenState, groups_of, initial_state
+from nero.state import UnseenState, groups_of, initial_state, read_norms
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Loss = TypeVar("Loss")

@@ -1,7 +1,7 @@
 """The state of a parameter: step, running average, radius of neurons, scale of gains and biases, momentum buffer."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nero.backends import Group, Member, has_entered, member_of
 from nero.balance import balance_tensor_, initial_radius, own_radius
-from nero.groups import name_of
+from nero.groups import Part, name_of
 from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
@@ -78,6 +78,20 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
     # others: a step may be one of this process alone
     elif fix_norm == "initial" and can_read(parameter) and bool(known.isinf().any()):
         known.copy_(torch.where(known.isinf(), own_radius(parameter, role), known))
+
+
+@torch.no_grad()
+def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Update the norms that pretrained neurons are held to, since weights may be loaded after the optimiser is made.
+
+    Neurons that have made a step keep their norms.
+    """
+    for _, parameter, role, group in parts:
+        own = state.get(parameter, {})
+        if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
+            continue
+        if can_read(parameter) and float(own["step"]) == 0:
+            local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
 
 
 def groups_of(

@@ -14,8 +14,9 @@ from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
+from nero.rounding import Noise, noise_of
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
-from nero.sharding import Noise, local_of, noise_of, sharding_of
+from nero.sharding import local_of, sharding_of
 
 
 @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it

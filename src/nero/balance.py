@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from nero import backends
 from nero.options import FixNorm, check_option
 from nero.parameters import can_read, check_memory, check_real
-from nero.roles import Role, roles_of
+from nero.role import Role
+from nero.roles import roles_of
 from nero.rule import Number, distance, norm, project, rounding_error, statistics_dtype
 from nero.scalars import as_float
 from nero.sharding import agreed, local_of, local_row, sharding_of, spec_of

@@ -11,7 +11,7 @@ from nero.backends import has_entered
 from nero.groups import Part, name_of, own_rate, role_in
 from nero.messages import and_more, warn
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
-from nero.roles import Role
+from nero.role import Role
 from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of

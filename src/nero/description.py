@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from nero.balance import balance_change, initial_radius, wide_neurons
 from nero.options import check_option
 from nero.parameters import COMPLEX
-from nero.roles import Override, Role, as_override, roles_of
+from nero.role import Override, Role
+from nero.roles import as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
 from nero.sharding import sharding_of
 from nero.text import text_table

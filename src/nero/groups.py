@@ -12,7 +12,8 @@ from nero import backends
 from nero.messages import and_more, warn
 from nero.options import OPTIONS, check_lr, check_option, check_options, own_options
 from nero.parameters import check_parameter
-from nero.roles import Override, Role, role_from_shape, roles_of
+from nero.role import Override, Role
+from nero.roles import role_from_shape, roles_of
 from nero.rounding import HALVES
 from nero.scalars import IMMUTABLE, are_same, as_float
 from nero.sharding import local_of

@@ -44,7 +44,7 @@ from nero.parameters import (
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
 from nero.regrowth import Entrance, add_missing_radii
-from nero.roles import Role
+from nero.role import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import UnseenState, groups_of, initial_state, read_norms
 

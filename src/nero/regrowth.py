@@ -18,7 +18,7 @@ from nero.known_layers import ADAPTERS
 from nero.messages import and_more, warn
 from nero.options import FixNorm
 from nero.parameters import can_read
-from nero.roles import Role
+from nero.role import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nero.roles import Role
+from nero.role import Role
 
 #: A DeviceMesh. Not imported here: its module takes long to import.
 Mesh: TypeAlias = Any

@@ -13,7 +13,7 @@ from nero.groups import Part, name_of
 from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
-from nero.roles import Role
+from nero.role import Role
 from nero.rounding import Noise, noise_of
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 from nero.sharding import local_of, sharding_of

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nero import rule
 from nero.options import FixNorm, Rounding
-from nero.roles import Role
+from nero.role import Role
 from nero.rounding import cast
 from nero.rule import Number, statistics_dtype
 from nero.scalars import as_float

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from nero.parameters import check_memory, check_real
-from nero.roles import KINDS, Kind, Role, roles_of
+from nero.role import KINDS, Kind, Role
+from nero.roles import roles_of
 from nero.rule import norm
 
 NEURONS: tuple[Kind, ...] = ("neuron",)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nero.balance import checked_tolerance
-from nero.roles import KINDS, Kind
+from nero.role import KINDS, Kind
 from nero.rule import norm, statistics_dtype
 from nero.scalars import as_float
 from nero.text import text_table

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nero.preserve import overwrite, preserved
-from nero.roles import KINDS, Kind
+from nero.role import KINDS, Kind
 from nero.scalars import as_int
 from nero.text import text_table
 from nero.theory.layers import (

@@ -133,7 +133,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
             f"the checkpoint's state of {name} has {found}, but {sorted(wanted)} are needed: it is of another "
             "optimiser or model"
         )
-    wanted["radius"] = shape  # optional: see nero.balance.initial_radius
+    wanted["radius"] = shape  # optional: see nero.radius.initial_radius
     wanted["momentum_buffer"] = tuple(parameter.shape)  # optional, too
     sharding = sharding_of(parameter, role)
     dtypes = {"step": torch.float32, "skipped": torch.int64}

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nero.balance import balance_change, initial_radius, wide_neurons
 from nero.options import check_option
 from nero.parameters import COMPLEX
+from nero.radius import balance_change, initial_radius, wide_neurons
 from nero.role import Override, Role
 from nero.roles import as_override, roles_of
 from nero.rule import norm, project, statistics_dtype

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from nero.backends import has_entered
-from nero.balance import initial_radius, wide_neurons
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
 from nero.messages import and_more, warn
 from nero.options import FixNorm
 from nero.parameters import can_read
+from nero.radius import initial_radius, wide_neurons
 from nero.role import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from nero.backends import Group, Member, has_entered, member_of
-from nero.balance import balance_tensor_, initial_radius, own_radius
+from nero.balance import balance_tensor_
 from nero.groups import Part, name_of
 from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
+from nero.radius import initial_radius, own_radius
 from nero.role import Role
 from nero.rounding import Noise, noise_of
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype

@@ -19,7 +19,7 @@ from nero.radius import initial_radius, wide_neurons
 from nero.role import Role
 from nero.roles import roles_of
 from nero.rule import Number, distance, norm, project, rounding_error
-from nero.scalars import as_float
+from nero.scalars import checked_tolerance
 from nero.sharding import agreed, local_of, local_row, sharding_of, spec_of
 
 
@@ -39,6 +39,7 @@ class Balancer:
     ) -> None:
         self._held = [_Held(parameter, role, radius) for parameter, role, radius in neurons]
         self._projector = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
+        # a projector keeps tables for one list of tensors
         self._projector_of_gathered = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
 
     @torch.no_grad()
@@ -288,13 +289,6 @@ def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
         raise ValueError(f"{type(module).__name__}.{name} is a {role.kind} ({role.why}): it has no fan-in to centre")
     parametrize.register_parametrization(module, name, CentredWeightNorm(role))
     return module
-
-
-def checked_tolerance(tolerance: float) -> float:
-    """Convert a tolerance to a Python float; raise unless it is a number of at least 0."""
-    if not as_float(tolerance) >= 0:
-        raise ValueError(f"tolerance must be a number of at least 0, like 1e-6, or None, got {tolerance!r}")
-    return as_float(tolerance)
 
 
 def paddings_of(model: nn.Module) -> dict[Tensor, int]:

@@ -43,7 +43,7 @@ from nero.parameters import (
 )
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
-from nero.regrowth import Entrance, add_missing_radii
+from nero.regrowth import Regrowth, add_missing_radii
 from nero.role import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import UnseenState, groups_of, initial_state, read_norms
@@ -123,7 +123,7 @@ class Nero(UnseenState):
     # no defaults here: wrappers such as Lightning's inherit this class, and ask the optimiser only for what they lack
     _plan: backends.Plan | None
     _depth_counter: DepthCounter
-    _entrance: Entrance
+    _regrowth: Regrowth
     _pretrained: bool | None
     _changes: OptionChanges
     _is_made: bool
@@ -270,7 +270,7 @@ class Nero(UnseenState):
         state = self._state if self._sight.is_seen else None  # None: nobody can have changed it
         if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
-            self._entrance.end()
+            self._regrowth.end()
             if self._plan is None:
                 read_norms(self.parts(), self._state)
             groups = groups_of(self.param_groups, self._state, self._role)
@@ -373,12 +373,12 @@ class Nero(UnseenState):
         start_missing_momentum(list(self.parts()), loaded)
         self._state.update(loaded)
         self._sight.is_seen = False  # all of it is new
-        self._entrance.load(loaded)
+        self._regrowth.load(loaded)
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
-        self._entrance = getattr(self, "_entrance", None) or Entrance()
+        self._regrowth = getattr(self, "_regrowth", None) or Regrowth()
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()
 
@@ -420,7 +420,7 @@ class Nero(UnseenState):
     def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
         """Balance parameters and initialise their state."""
         parts = [part for part in parts if part.parameter.requires_grad]
-        grown = self._entrance.grown(parts)
+        grown = self._regrowth.grown(parts)
         warn_if_redundant(parts)
         warn_if_lost(parts)
         if self._pretrained is None:

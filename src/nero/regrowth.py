@@ -59,7 +59,7 @@ class Copy(NamedTuple):
         sharding.write(parameter, view)
 
 
-class Entrance:
+class Regrowth:
     """Assumptions of an optimiser about neurons that may have grown from zero, kept until its first step."""
 
     def __init__(self) -> None:

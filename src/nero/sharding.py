@@ -216,7 +216,7 @@ class MeshSharding(Sharding):
     @property
     def coordinate(self) -> tuple[tuple[int, int, int], ...]:
         """The place of this process's part: equal on all replicas of the part, different on all other processes."""
-        place = self.mesh.get_coordinate() or [0] * self.mesh.ndim
+        place = self.mesh.get_coordinate()
         return tuple((dim, self.mesh.size(dim), place[dim]) for dim in (*self.parting, *self.cutting))
 
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nero.balance import checked_tolerance
 from nero.role import KINDS, Kind
 from nero.rule import norm, statistics_dtype
-from nero.scalars import as_float
+from nero.scalars import as_float, checked_tolerance
 from nero.text import text_table
 from nero.theory.layers import Layer, Perturbation, check_perturbation, frobenius_norm, layers_of, ratio
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
-from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
+from nero.checkpoint import start_missing_momentum, take_apart
 from nero.groups import (
     OptionChanges,
     Part,
@@ -349,13 +349,10 @@ class Nero(UnseenState):
         loaded: dict[Tensor, dict[str, Any]] = {}
         entered = set(filter(self._has_entered, self._state))  # others are not balanced yet
 
-        # torch casts state to the parameter's dtype, so ours is taken out before and put back after
         def take_out(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(state_to_load(incoming, self.param_groups))
-            ours = {key for saved in incoming["param_groups"] for key in saved["params"]}
-            others = {key: value for key, value in incoming["state"].items() if key not in ours}
-            groups = groups_to_load(incoming["param_groups"], self.param_groups)
-            return {**incoming, "state": others, "param_groups": groups}
+            rest, own = take_apart(incoming, self.param_groups)
+            loaded.update(own)
+            return rest
 
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected an optimiser's state_dict, got a {type(state_dict).__name__}")

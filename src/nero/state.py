@@ -1,4 +1,7 @@
-"""The state of a parameter: step, running average, radius of neurons, scale of gains and biases, momentum buffer."""
+"""The state of parameters: how it starts and follows options, and the groups that a step hands to the backends.
+
+It holds the step, the running average, the radius of neurons, the scale of gains and biases, and the momentum buffer.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -8,7 +8,7 @@ import oracle
 import torch
 from torch import Tensor
 
-from nero.roles import Role
+from nero.role import Role
 
 #: Relative agreement with the float64 oracle over five to seven steps.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from nero.roles import Role
+from nero.role import Role
 
 GAIN, BIAS = Role("gain", ()), Role("bias", ())
 OFFSET_GAIN = Role("gain", (), has_offset=True)

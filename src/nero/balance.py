@@ -14,10 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from nero import backends
 from nero.options import FixNorm, check_option
-from nero.parameters import can_read, check_memory, check_real
-from nero.roles import Role, roles_of
-from nero.rule import Number, distance, norm, project, rounding_error, statistics_dtype
-from nero.scalars import as_float
+from nero.parameters import check_memory, check_real
+from nero.radius import initial_radius, wide_neurons
+from nero.role import Role
+from nero.roles import roles_of
+from nero.rule import Number, distance, norm, project, rounding_error
+from nero.scalars import checked_tolerance
 from nero.sharding import agreed, local_of, local_row, sharding_of, spec_of
 
 
@@ -37,6 +39,7 @@ class Balancer:
     ) -> None:
         self._held = [_Held(parameter, role, radius) for parameter, role, radius in neurons]
         self._projector = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
+        # a projector keeps tables for one list of tensors
         self._projector_of_gathered = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
 
     @torch.no_grad()
@@ -245,49 +248,6 @@ def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
 
 
-def wide_neurons(parameter: Tensor, role: Role) -> Tensor:
-    """Return the neurons that have elements on this process, in at least float32: sums in half lose too much."""
-    return sharding_of(parameter, role).neurons(parameter).to(statistics_dtype(parameter.dtype))
-
-
-@torch.no_grad()
-def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tensor | None = None) -> Tensor | None:
-    """Return the norm that each neuron is held to; ``None`` if that is one for all.
-
-    A neuron that is zero, or has grown from zero, has -1: its norm is held to at most one. With ``fix_norm="initial"``
-    every other neuron has its own norm, at most half of the largest float; with ``False`` it has infinity.
-    Of a sharded parameter, these are the neurons on this process, and ``grown`` masks those.
-    """
-    own = own_radius(parameter, role)
-    is_zero = own < 0 if grown is None else (own < 0) | grown
-    if fix_norm == "initial":
-        return torch.where(is_zero, -1.0, own)
-    if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
-        return None
-    return torch.where(is_zero, -1.0, torch.full_like(own, 1.0 if fix_norm else torch.inf))
-
-
-@torch.no_grad()
-def own_radius(parameter: Tensor, role: Role) -> Tensor:
-    """Return the norm of each neuron, at most half of the largest float; -1 for neurons that are zero."""
-    size = norm(wide_neurons(parameter, role), role.axes)
-    largest = torch.finfo(size.dtype).max / 2
-    return torch.where(size == 0, -1.0, torch.where(size < largest, size, largest))
-
-
-@torch.no_grad()
-def balance_change(
-    parameter: Tensor, role: Role, fix_mean: bool = True, fix_norm: FixNorm = True
-) -> tuple[float, float]:
-    """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
-    wide = wide_neurons(parameter, role)
-    radius = own_radius(parameter, role) if fix_norm == "initial" else 1.0
-    projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius).tensor
-    norms = torch.stack([torch.linalg.vector_norm(each) for each in (projected - wide, wide)])
-    change, size = sharding_of(parameter, role).total(norms.double().square()).sqrt().tolist()
-    return change, size
-
-
 class CentredWeightNorm(nn.Module):
     """Equation (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||`` for each neuron."""
 
@@ -329,13 +289,6 @@ def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
         raise ValueError(f"{type(module).__name__}.{name} is a {role.kind} ({role.why}): it has no fan-in to centre")
     parametrize.register_parametrization(module, name, CentredWeightNorm(role))
     return module
-
-
-def checked_tolerance(tolerance: float) -> float:
-    """Convert a tolerance to a Python float; raise unless it is a number of at least 0."""
-    if not as_float(tolerance) >= 0:
-        raise ValueError(f"tolerance must be a number of at least 0, like 1e-6, or None, got {tolerance!r}")
-    return as_float(tolerance)
 
 
 def paddings_of(model: nn.Module) -> dict[Tensor, int]:

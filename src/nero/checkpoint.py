@@ -9,46 +9,53 @@ from torch import Tensor
 
 from nero.backends import has_entered
 from nero.groups import Part, name_of, own_rate, role_in
+from nero.messages import and_more, warn
 from nero.options import MISSING_IN_OLD_CHECKPOINTS, OPTIONS, check_options
-from nero.roles import Role
+from nero.role import Role
 from nero.rounding import cast
 from nero.rule import statistics_dtype
 from nero.sharding import local_of, sharding_of
 from nero.state import match_momentum
-from nero.user_warnings import and_more, warn
 
 #: Parts of names that come from torch.compile, activation checkpointing and DistributedDataParallel.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "module")
 
 
-def groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge saved groups with the optimiser's own: its backend, roles and names stay, and a depth already counted.
-
-    So does the optimiser's momentum where the checkpoint has none.
-    """
-    own_keys = ("backend", "role", "fan_in_axes", "fan_in_groups", "param_names")
-    merged = []
-    for saved, own in zip(saved_groups, groups, strict=True):
-        depth = saved.get("depth", 1.0)
-        if depth == "auto" and own["depth"] != 1:
-            depth = own["depth"]
-        lr = own_rate(saved["lr"])  # an older checkpoint has one tensor for all groups
-        kept = (*own_keys, "momentum", "nesterov") if own["momentum"] and not saved.get("momentum") else own_keys
-        merged.append({**saved, **{key: own[key] for key in kept if key in own}, "depth": depth, "lr": lr})
-    return merged
-
-
-@torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
-def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
-    """Return a checkpoint's state by parameter, on its device and in the right dtypes.
+def take_apart(
+    incoming: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
+    """Split a checkpoint into what torch loads, and Nero's state, which torch would cast to the parameters' dtypes.
 
     Args:
         incoming: the result of an optimiser's ``state_dict``.
         groups: the groups of the optimiser that loads it.
 
+    Returns:
+        The checkpoint without Nero's state and with the groups to load, and this state by parameter.
+
     Raises:
         ValueError: if the checkpoint is of another model or optimiser.
     """
+    own = _state_to_load(incoming, groups)
+    ours = {key for saved in incoming["param_groups"] for key in saved["params"]}
+    others = {key: value for key, value in incoming["state"].items() if key not in ours}
+    return {**incoming, "state": others, "param_groups": _groups_to_load(incoming["param_groups"], groups)}, own
+
+
+def start_missing_momentum(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Start the momentum of loaded parameters at zero, with a warning, if the checkpoint has none."""
+    added = [
+        name
+        for name, parameter, role, group in parts
+        if has_entered(loaded.get(parameter)) and match_momentum(parameter, role, loaded[parameter], group["momentum"])
+    ]
+    if added:
+        warn(f"the checkpoint has no momentum of {and_more(added)}: it starts at zero")
+
+
+@torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
+def _state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+    """Return a checkpoint's state by parameter, on its device and in the right dtypes."""
     saved_groups, saved_state = _checked_groups(incoming, groups)
     loaded = {}
     for number, (saved, own) in enumerate(zip(saved_groups, groups, strict=True)):
@@ -76,15 +83,21 @@ def state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) -> 
     return loaded
 
 
-def start_missing_momentum(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Start the momentum of loaded parameters at zero, with a warning, if the checkpoint has none."""
-    added = [
-        name
-        for name, parameter, role, group in parts
-        if has_entered(loaded.get(parameter)) and match_momentum(parameter, role, loaded[parameter], group["momentum"])
-    ]
-    if added:
-        warn(f"the checkpoint has no momentum of {and_more(added)}: it starts at zero")
+def _groups_to_load(saved_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge saved groups with the optimiser's own: its backend, roles and names stay, and a depth already counted.
+
+    So does the optimiser's momentum where the checkpoint has none.
+    """
+    own_keys = ("backend", "role", "fan_in_axes", "fan_in_groups", "param_names")
+    merged = []
+    for saved, own in zip(saved_groups, groups, strict=True):
+        depth = saved.get("depth", 1.0)
+        if depth == "auto" and own["depth"] != 1:
+            depth = own["depth"]
+        lr = own_rate(saved["lr"])  # an older checkpoint has one tensor for all groups
+        kept = (*own_keys, "momentum", "nesterov") if own["momentum"] and not saved.get("momentum") else own_keys
+        merged.append({**saved, **{key: own[key] for key in kept if key in own}, "depth": depth, "lr": lr})
+    return merged
 
 
 def _without_wrappers(name: str) -> str:
@@ -133,7 +146,7 @@ def _loaded_entry(name: str, parameter: Tensor, role: Role, entry: object) -> di
             f"the checkpoint's state of {name} has {found}, but {sorted(wanted)} are needed: it is of another "
             "optimiser or model"
         )
-    wanted["radius"] = shape  # optional: see nero.balance.initial_radius
+    wanted["radius"] = shape  # optional: see nero.radius.initial_radius
     wanted["momentum_buffer"] = tuple(parameter.shape)  # optional, too
     sharding = sharding_of(parameter, role)
     dtypes = {"step": torch.float32, "skipped": torch.int64}

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nero.balance import balance_change, initial_radius, wide_neurons
 from nero.options import check_option
 from nero.parameters import COMPLEX
-from nero.roles import Override, Role, as_override, roles_of
+from nero.radius import balance_change, initial_radius, wide_neurons
+from nero.role import Override, Role
+from nero.roles import as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
 from nero.sharding import sharding_of
-from nero.text_table import text_table
+from nero.text import text_table
 
 HEADER = ("name", "shape", "role", "neurons x fan-in", "state", "why")
 #: Longer lists of parameter names are cut.

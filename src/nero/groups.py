@@ -1,20 +1,31 @@
-"""Parameter groups by role, and the names and roles of their members."""
+"""Parameter groups: made by role, completed, and checked when they are added and when their options change."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from nero.options import own_options
-from nero.roles import Override, Role, role_from_shape, roles_of
+from nero import backends
+from nero.messages import and_more, warn
+from nero.options import OPTIONS, check_lr, check_option, check_options, own_options
+from nero.parameters import check_parameter
+from nero.role import Override, Role
+from nero.roles import role_from_shape, roles_of
 from nero.rounding import HALVES
-from nero.scalars import as_float
-from nero.user_warnings import and_more, warn
+from nero.scalars import IMMUTABLE, are_same, as_float
+from nero.sharding import local_of
 
 #: The least angle of a step in half precision. Rounding of smaller steps to nearest leaves three of four weights, and
 #: most gains of one, as they were.
 MIN_ANGLE_IN_EPS = 0.15
+#: Options that schedulers change at every step.
+SCHEDULED = ("lr", "momentum")
+
+_options = itemgetter(*OPTIONS)
+_others = itemgetter(*(name for name in OPTIONS if name not in SCHEDULED))
 
 
 class Part(NamedTuple):
@@ -151,6 +162,17 @@ def freeze_axes(group: dict[str, Any]) -> None:
         group["fan_in_axes"] = tuple(group["fan_in_axes"])
 
 
+def checked_role(groups: Sequence[dict[str, Any]], group: dict[str, Any], index: int) -> Role:
+    """Return the role of a parameter of a new group; raise if Nero cannot train the parameter."""
+    name, parameter = name_of(groups, group, index), group["params"][index]
+    check_parameter(name, parameter)
+    backends.check_backend(group["backend"], name, *([local_of(parameter)] if parameter.requires_grad else []))
+    try:
+        return role_in(group, parameter)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: Mapping[Tensor, Role]) -> None:
     """Raise if a group's role differs from when its parameters were added, since their state depends on it."""
     for index, parameter in enumerate(group["params"]):
@@ -168,6 +190,39 @@ def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: 
             raise ValueError(
                 f"{name} was added as {known}, and its group now says {role}: make another optimiser to change a role"
             )
+
+
+class OptionChanges:
+    """The options of all groups at the last step."""
+
+    def __init__(self) -> None:
+        self._options: list[Any] = []
+        self._others: list[Any] = []
+        self._is_fixed = False  # whether no learning rate can change in place
+
+    def check(self, groups: Sequence[dict[str, Any]], roles: Mapping[Tensor, Role]) -> bool:
+        """Validate options that have changed; return whether the step must be planned anew."""
+        options = list(chain.from_iterable(map(_options, groups)))
+        if self._is_fixed and are_same(options, self._options):
+            return False
+        for group in groups:
+            check_lr(group["lr"], wait=False)
+            check_option("momentum", group["momentum"])
+            freeze_axes(group)
+        # momentum adds or drops buffers, but its value may change at each step
+        others = [*chain.from_iterable(map(_others, groups)), *(bool(group["momentum"]) for group in groups)]
+        has_changed = False
+        if not are_same(others, self._others):
+            for group in groups:
+                check_options(group, wait=False)
+                check_roles(groups, group, roles)
+                if group["params"]:
+                    backends.check_backend(group["backend"], name_of(groups, group, 0))
+            has_changed = others != self._others
+            self._others = others
+        self._options = options
+        self._is_fixed = IMMUTABLE.issuperset(type(group["lr"]) for group in groups)
+        return has_changed
 
 
 def warn_if_lost(parts: Iterable[Part]) -> None:

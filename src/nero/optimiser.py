@@ -11,11 +11,19 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.auto.counter import DepthCounter, check_countable
-from nero.checkpoint import groups_to_load, start_missing_momentum, state_to_load
-from nero.foreign_options import explain_positional_options
-from nero.groups import Part, check_params, completed, name_of, param_groups, parts_of, role_in, warn_if_lost
-from nero.local_plan import LocalPlan, groups_of
-from nero.option_changes import OptionChanges
+from nero.checkpoint import start_missing_momentum, take_apart
+from nero.groups import (
+    OptionChanges,
+    Part,
+    check_params,
+    checked_role,
+    completed,
+    param_groups,
+    parts_of,
+    role_in,
+    warn_if_lost,
+)
+from nero.messages import explain_positional_options
 from nero.options import (
     MISSING_IN_OLD_CHECKPOINTS,
     OPTIONS,
@@ -27,13 +35,18 @@ from nero.options import (
     own_options,
     warn_if_unpenalised,
 )
-from nero.parameters import check_gradients, check_parameter, check_trainable, warn_if_untrainable
+from nero.parameters import (
+    check_gradients,
+    check_trainable,
+    warn_if_idle,
+    warn_if_untrainable,
+)
 from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
-from nero.regrowth import Entrance, add_missing_radii, read_norms
-from nero.roles import Role
+from nero.regrowth import Regrowth, add_missing_radii
+from nero.role import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
-from nero.state import UnseenState, initial_state
+from nero.state import UnseenState, groups_of, initial_state, read_norms
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Loss = TypeVar("Loss")
@@ -108,9 +121,9 @@ class Nero(UnseenState):
     """
 
     # no defaults here: wrappers such as Lightning's inherit this class, and ask the optimiser only for what they lack
-    _plan: LocalPlan | None
+    _plan: backends.Plan | None
     _depth_counter: DepthCounter
-    _entrance: Entrance
+    _regrowth: Regrowth
     _pretrained: bool | None
     _changes: OptionChanges
     _is_made: bool
@@ -245,7 +258,7 @@ class Nero(UnseenState):
             self._check_gradients()
         if is_compiling and not any(is_sharded(each) for group in self.param_groups for each in group["params"]):
             self._enter_late()
-            backends.step_eagerly(groups_of(self.param_groups, self._state, self._role)[0])
+            backends.step_eagerly(groups_of(self.param_groups, self._state, self._role))
         elif (is_compiling or is_traced()) and (self._plan is None or self._plan.has_shards):
             torch.compiler.disable(self._step)()  # type: ignore[no-untyped-call] # a compiled step of shards is eager
         else:
@@ -257,11 +270,13 @@ class Nero(UnseenState):
         state = self._state if self._sight.is_seen else None  # None: nobody can have changed it
         if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
-            self._entrance.end()
+            self._regrowth.end()
             if self._plan is None:
                 read_norms(self.parts(), self._state)
-            self._plan = LocalPlan(self.param_groups, self._state, self._role, self._plan)
-            self._plan.warn_if_idle(list(chain.from_iterable(map(_params, self.param_groups))))
+            groups = groups_of(self.param_groups, self._state, self._role)
+            self._plan = backends.Plan(self.param_groups, self._state, groups, self._plan)
+            if not self._plan.has_shards:
+                warn_if_idle(part.parameter for part in self.parts())
         self._plan.step()
 
     @property
@@ -334,13 +349,10 @@ class Nero(UnseenState):
         loaded: dict[Tensor, dict[str, Any]] = {}
         entered = set(filter(self._has_entered, self._state))  # others are not balanced yet
 
-        # torch casts state to the parameter's dtype, so ours is taken out before and put back after
         def take_out(_: torch.optim.Optimizer, incoming: dict[str, Any]) -> dict[str, Any]:
-            loaded.update(state_to_load(incoming, self.param_groups))
-            ours = {key for saved in incoming["param_groups"] for key in saved["params"]}
-            others = {key: value for key, value in incoming["state"].items() if key not in ours}
-            groups = groups_to_load(incoming["param_groups"], self.param_groups)
-            return {**incoming, "state": others, "param_groups": groups}
+            rest, own = take_apart(incoming, self.param_groups)
+            loaded.update(own)
+            return rest
 
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"expected an optimiser's state_dict, got a {type(state_dict).__name__}")
@@ -358,12 +370,12 @@ class Nero(UnseenState):
         start_missing_momentum(list(self.parts()), loaded)
         self._state.update(loaded)
         self._sight.is_seen = False  # all of it is new
-        self._entrance.load(loaded)
+        self._regrowth.load(loaded)
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
-        self._entrance = getattr(self, "_entrance", None) or Entrance()
+        self._regrowth = getattr(self, "_regrowth", None) or Regrowth()
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()
 
@@ -399,23 +411,13 @@ class Nero(UnseenState):
         super().add_param_group(group)
         group = self.param_groups[-1]
         check_options(group)
-        roles = [self._checked_role(group, index) for index in range(len(group["params"]))]
+        roles = [checked_role(self.param_groups, group, index) for index in range(len(group["params"]))]
         self._roles.update(zip(group["params"], roles, strict=True))
-
-    def _checked_role(self, group: dict[str, Any], index: int) -> Role:
-        """Return a parameter's role; raise if Nero cannot train the parameter."""
-        name, parameter = name_of(self.param_groups, group, index), group["params"][index]
-        check_parameter(name, parameter)
-        backends.check_backend(group["backend"], name, *([local_of(parameter)] if parameter.requires_grad else []))
-        try:
-            return role_in(group, parameter)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
 
     def _enter(self, parts: Sequence[Part], is_pretrained: bool = False) -> None:
         """Balance parameters and initialise their state."""
         parts = [part for part in parts if part.parameter.requires_grad]
-        grown = self._entrance.grown(parts)
+        grown = self._regrowth.grown(parts)
         warn_if_redundant(parts)
         warn_if_lost(parts)
         if self._pretrained is None:

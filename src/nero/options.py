@@ -7,9 +7,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from nero.foreign_options import FOREIGN_OPTIONS
+from nero.messages import FOREIGN_OPTIONS, warn
 from nero.scalars import as_float
-from nero.user_warnings import warn
 
 Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
 FixNorm: TypeAlias = bool | Literal["initial"]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from nero.messages import warn
 from nero.process import is_capturing
 from nero.sharding import agreed_flags, check_sharding, is_sharded, local_of
-from nero.user_warnings import warn
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
 
@@ -39,6 +39,18 @@ def warn_if_untrainable(parameters: Iterable[Tensor]) -> None:
         warn(
             "nothing to train: every parameter is frozen (requires_grad=False) or has no elements; "
             "call model.requires_grad_() on what you want to train"
+        )
+
+
+def warn_if_idle(parameters: Iterable[Tensor]) -> None:
+    """Warn if a step of a distributed run, none of whose parameters is sharded, finds no gradient."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    if all(parameter.grad is None for parameter in parameters):
+        warn(
+            "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard "
+            "replaced the model's parameters, make the optimiser after fully_shard"
         )
 
 

@@ -9,11 +9,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from nero.balance import balance_change
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
+from nero.messages import and_more, warn
 from nero.parameters import can_read
-from nero.user_warnings import and_more, warn
+from nero.radius import balance_change
 
 #: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
 MIN_CHANGE = 0.01

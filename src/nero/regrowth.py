@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from nero.backends import has_entered
-from nero.balance import initial_radius, own_radius, wide_neurons
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
+from nero.messages import and_more, warn
 from nero.options import FixNorm
 from nero.parameters import can_read
-from nero.roles import Role
+from nero.radius import initial_radius, wide_neurons
+from nero.role import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
-from nero.user_warnings import and_more, warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
@@ -43,8 +43,23 @@ class Copy(NamedTuple):
     mask: Tensor
     elements: Tensor | None
 
+    @torch.no_grad()
+    def restore(self, radius: Tensor, elements: Tensor) -> None:
+        """Write back the neurons of negative radius, unless they have changed since balancing."""
+        parameter, axes = self.parameter, self.role.axes
+        sharding = sharding_of(parameter, self.role)
+        view = sharding.neurons(parameter)
+        before = view.masked_scatter(self.mask.to(view.device), elements.to(view))
+        wide = before.to(statistics_dtype(view.dtype))
+        held_to = norm(wide, axes) if self.fix_norm == "initial" else 1.0
+        balanced = project(wide, axes, fix_mean=self.fix_mean, fix_norm=bool(self.fix_norm), radius=held_to).tensor
+        # else other values were loaded since
+        is_unchanged = norm(balanced - view, axes) <= 4 * rounding_error(view.dtype) * norm(balanced, axes)
+        view.copy_(torch.where((radius < 0) & is_unchanged, before, view))
+        sharding.write(parameter, view)
 
-class Entrance:
+
+class Regrowth:
     """Assumptions of an optimiser about neurons that may have grown from zero, kept until its first step."""
 
     def __init__(self) -> None:
@@ -52,23 +67,35 @@ class Entrance:
         self._kept: list[str] = []  # names of parameters whose short neurons were kept
         self._stretched: list[tuple[Tensor, int]] = []  # parameters with grown neurons but no copies, and versions
 
+    @torch.no_grad()
     def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
-        """Find the neurons that have grown from zero, before the parameters are balanced. Return masks of them."""
-        found, copies = find_grown(parts)
-        self._copies += copies
-        self._kept += [
-            part.name for part in parts if part.parameter in found and not any(name in part.name for name in ADAPTERS)
-        ]
-        return found
+        """Find the neurons that have grown from zero, before the parameters are balanced.
+
+        Returns:
+            Masks of them by parameter, if Nero has trained the model. If not, copies of the neurons are kept here.
+        """
+        found, is_trained = find_short(parts)
+        if is_trained:
+            self._kept += [part.name for part, *_ in found if not any(name in part.name for name in ADAPTERS)]
+            return {part.parameter: mask for part, mask, _ in found}
+        elements = sum(count * part.role.fan_in(part.parameter.shape) for part, _, count in found)
+        for (_, parameter, role, group), mask, _ in found:
+            own = None
+            if elements <= MAX_COPIED_ELEMENTS:
+                own = sharding_of(parameter, role).neurons(parameter).masked_select(mask)
+            self._copies.append(Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, own))
+        return {}
 
     def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Undo the balancing of the neurons that grew from zero according to a loaded state."""
-        restore(self._copies, loaded)
         self._kept = []
-        for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
-            radius = loaded.get(parameter, {}).get("radius")
-            is_readable = can_read(parameter) and not parameter.is_inference()
-            if radius is not None and is_readable and bool((local_of(radius) < 0).any()):
+        for copy in self._copies:
+            parameter, radius = copy.parameter, loaded.get(copy.parameter, {}).get("radius")
+            if radius is None:
+                continue
+            if copy.elements is not None:
+                copy.restore(local_of(radius), copy.elements)
+            elif can_read(parameter) and not parameter.is_inference() and bool((local_of(radius) < 0).any()):
                 self._stretched.append((parameter, parameter._version))
 
     def end(self) -> None:
@@ -88,21 +115,9 @@ class Entrance:
 
 
 @torch.no_grad()
-def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Update the norms that pretrained neurons are held to, since weights may be loaded after the optimiser is made.
-
-    Neurons that have made a step keep their norms.
-    """
-    for _, parameter, role, group in parts:
-        own = state.get(parameter, {})
-        if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
-            continue
-        if can_read(parameter) and float(own["step"]) == 0:
-            local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
-
-
-@torch.no_grad()
-def find_grown(parts: Iterable[Part], narrowest: torch.dtype | None = None) -> tuple[dict[Tensor, Tensor], list[Copy]]:
+def find_short(
+    parts: Iterable[Part], narrowest: torch.dtype | None = None
+) -> tuple[list[tuple[Part, Tensor, int]], bool]:
     """Find the neurons that may have grown from zero: not balanced, and not longer than one.
 
     Args:
@@ -110,10 +125,10 @@ def find_grown(parts: Iterable[Part], narrowest: torch.dtype | None = None) -> t
         narrowest: neurons that are balanced to the rounding of this dtype have not grown; by default the parameter's.
 
     Returns:
-        Masks of these neurons by parameter, if Nero has trained the model; otherwise copies of the neurons.
+        The parameters with such neurons, a mask of these and their number; and whether Nero has trained the model.
     """
-    found: list[tuple[Part, Tensor]] = []
-    is_trained, elements = False, 0
+    found: list[tuple[Part, Tensor, int]] = []
+    is_trained = False
     for part in parts:
         _, parameter, role, group = part
         fix_mean, fix_norm = group["fix_mean"], group["fix_norm"]
@@ -134,17 +149,8 @@ def find_grown(parts: Iterable[Part], narrowest: torch.dtype | None = None) -> t
         has_both = fix_mean and fix_norm is True and role.fan_in(parameter.shape) > 2
         is_trained = is_trained or (has_both and not unbalanced)
         if count:
-            elements += count * role.fan_in(parameter.shape)
-            found.append((part, mask))
-    if is_trained:
-        return {part.parameter: mask for part, mask in found}, []
-    copies = []
-    for (_, parameter, role, group), mask in found:
-        elements_of = None
-        if elements <= MAX_COPIED_ELEMENTS:
-            elements_of = sharding_of(parameter, role).neurons(parameter).masked_select(mask)
-        copies.append(Copy(parameter, role, group["fix_mean"], group["fix_norm"], mask, elements_of))
-    return {}, copies
+            found.append((part, mask, count))
+    return found, is_trained
 
 
 def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -154,8 +160,8 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
     zero neurons has no radius. A tensor that is balanced to the rounding of bf16 was cast, and lacks none.
     """
     missing = [part for part in parts if has_entered(own := loaded.get(part.parameter, {})) and "radius" not in own]
-    grown = find_grown(parts)[0] if missing else {}
-    not_cast = find_grown(parts, torch.bfloat16)[0] if grown else {}
+    grown = _grown(parts) if missing else {}
+    not_cast = _grown(parts, torch.bfloat16) if grown else {}
     for _, parameter, role, group in missing:
         if parameter in grown and parameter in not_cast:
             radius = initial_radius(parameter, role, group["fix_norm"], grown[parameter])
@@ -163,20 +169,7 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
                 loaded[parameter]["radius"] = sharding_of(parameter, role).as_state(radius)
 
 
-@torch.no_grad()
-def restore(copies: Iterable[Copy], loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
-    """Write back the copied neurons whose loaded radius is negative, unless they have changed since balancing."""
-    for parameter, role, fix_mean, fix_norm, mask, elements in copies:
-        radius = loaded.get(parameter, {}).get("radius")
-        if radius is None or elements is None:
-            continue
-        sharding = sharding_of(parameter, role)
-        view, radius = sharding.neurons(parameter), local_of(radius)
-        before = view.masked_scatter(mask.to(view.device), elements.to(view))
-        wide, axes = before.to(statistics_dtype(view.dtype)), role.axes
-        held_to = norm(wide, axes) if fix_norm == "initial" else 1.0
-        balanced = project(wide, axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=held_to).tensor
-        # else other values were loaded since
-        is_unchanged = norm(balanced - view, axes) <= 4 * rounding_error(view.dtype) * norm(balanced, axes)
-        view.copy_(torch.where((radius < 0) & is_unchanged, before, view))
-        sharding.write(parameter, view)
+def _grown(parts: Sequence[Part], narrowest: torch.dtype | None = None) -> dict[Tensor, Tensor]:
+    """Return masks of the neurons that have grown from zero, by parameter, if Nero has trained the model."""
+    found, is_trained = find_short(parts, narrowest)
+    return {part.parameter: mask for part, mask, _ in found} if is_trained else {}

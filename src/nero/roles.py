@@ -17,11 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, typ
 from torch.nn.utils.weight_norm import WeightNorm
 
 from nero import known_layers
-from nero.role import KINDS as KINDS
-from nero.role import Kind as Kind
-from nero.role import Override as Override
-from nero.role import Role as Role
-from nero.role import overridden
+from nero.role import Kind, Override, Role, overridden
 
 
 def role_from_shape(shape: Iterable[int]) -> Role:

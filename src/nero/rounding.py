@@ -1,9 +1,14 @@
-"""Rounding to half precision: to nearest, or stochastic, which keeps small steps on average."""
+"""Rounding to half precision: to nearest, or stochastic, which keeps small steps on average; and the noise of that."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nero.options import Rounding
+from nero.process import is_one_of_several
+from nero.role import Role
+from nero.sharding import MeshSharding, is_sharded, local_of
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,6 +44,29 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
     largest = torch.finfo(dtype).max
     return value.to(torch.promote_types(value.dtype, dtype)).clamp(-largest, largest).to(dtype)
+
+
+class Noise(NamedTuple):
+    """The noise of stochastic rounding. It is equal on processes that hold the same part of a parameter."""
+
+    place: tuple[tuple[int, int, int], ...]
+    device: torch.device
+
+    def generator(self) -> torch.Generator:
+        """Make a generator with a seed that depends on the place alone."""
+        return torch.Generator(self.device).manual_seed(hash(self.place) % (1 << 62))
+
+
+def noise_of(parameter: Tensor, role: Role) -> Noise | None:
+    """Return the noise of a parameter; ``None`` in a single process, which draws from torch's own generator.
+
+    Processes may be seeded differently, but replicas must draw the same numbers. The place of a plain tensor is that of
+    a replica, as under DistributedDataParallel.
+    """
+    if not is_one_of_several():
+        return None
+    place = MeshSharding(parameter, role).coordinate if is_sharded(parameter) else ()
+    return Noise(place, local_of(parameter).device)
 
 
 def _random(like: Tensor, below: int, generator: torch.Generator | None) -> Tensor:

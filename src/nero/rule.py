@@ -232,6 +232,11 @@ def distance(
     return torch.hypot(off_radius, mean * math.sqrt(fan_in))
 
 
+def held(mean: Tensor, radius: Number) -> Tensor:
+    """Return the means that are held to zero: not those of neurons that started at zero."""
+    return torch.where(radius < 0, 0.0, mean) if isinstance(radius, Tensor) else mean
+
+
 def bound(radius: Number) -> Number:
     """Return the greatest norm that a radius allows."""
     return radius.abs() if isinstance(radius, Tensor) else radius
@@ -324,11 +329,6 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def rounding_error(dtype: torch.dtype) -> float:
     """Bound how far rounding to a dtype can move a balanced neuron, relative to its norm."""
     return torch.finfo(dtype).eps + 16 * torch.finfo(statistics_dtype(dtype)).eps
-
-
-def held(mean: Tensor, radius: Number) -> Tensor:
-    """Return the means that are held to zero: not those of neurons that started at zero."""
-    return torch.where(radius < 0, 0.0, mean) if isinstance(radius, Tensor) else mean
 
 
 def _fan_in(tensor: Tensor, axes: tuple[int, ...]) -> int:

@@ -38,6 +38,13 @@ def as_float(value: Any) -> float:
         return -math.inf if value < 0 else math.inf
 
 
+def checked_tolerance(tolerance: float) -> float:
+    """Convert a tolerance to a Python float; raise unless it is a number of at least 0."""
+    if not as_float(tolerance) >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, like 1e-6, or None, got {tolerance!r}")
+    return as_float(tolerance)
+
+
 def are_same(values: Sequence[object], others: Sequence[object]) -> bool:
     """Compare two lists by the identity of their elements: 1 equals True, but is not the same option."""
     return len(values) == len(others) and all(map(operator.is_, values, others))

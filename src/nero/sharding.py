@@ -7,14 +7,13 @@ then a step needs no communication. Where neurons are cut, processes sum a few n
 
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from nero.process import is_one_of_several
-from nero.roles import Role
+from nero.role import Role
 
 #: A DeviceMesh. Not imported here: its module takes long to import.
 Mesh: TypeAlias = Any
@@ -217,7 +216,7 @@ class MeshSharding(Sharding):
     @property
     def coordinate(self) -> tuple[tuple[int, int, int], ...]:
         """The place of this process's part: equal on all replicas of the part, different on all other processes."""
-        place = self.mesh.get_coordinate() or [0] * self.mesh.ndim
+        place = self.mesh.get_coordinate()
         return tuple((dim, self.mesh.size(dim), place[dim]) for dim in (*self.parting, *self.cutting))
 
 
@@ -298,29 +297,6 @@ def check_sharding(name: str, tensor: Any) -> None:
         ) from error
     if tensor.device_mesh.get_coordinate() is None:
         raise ValueError(f"{name} is sharded over other processes: leave it out of the optimiser of this one")
-
-
-class Noise(NamedTuple):
-    """The noise of stochastic rounding. It is equal on processes that hold the same part of a parameter."""
-
-    place: tuple[tuple[int, int, int], ...]
-    device: torch.device
-
-    def generator(self) -> torch.Generator:
-        """Make a generator with a seed that depends on the place alone."""
-        return torch.Generator(self.device).manual_seed(hash(self.place) % (1 << 62))
-
-
-def noise_of(parameter: Tensor, role: Role) -> Noise | None:
-    """Return the noise of a parameter; ``None`` in a single process, which draws from torch's own generator.
-
-    Processes may be seeded differently, but replicas must draw the same numbers. The place of a plain tensor is that of
-    a replica, as under DistributedDataParallel.
-    """
-    if not is_one_of_several():
-        return None
-    place = MeshSharding(parameter, role).coordinate if is_sharded(parameter) else ()
-    return Noise(place, local_of(parameter).device)
 
 
 def _local_range(shape: Iterable[int], mesh: Mesh, placements: tuple[Any, ...]) -> tuple[Sequence[int], Sequence[int]]:

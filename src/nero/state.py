@@ -1,17 +1,24 @@
-"""The state of a parameter: step, running average, radius of neurons, scale of gains and biases, momentum buffer."""
+"""The state of parameters: how it starts and follows options, and the groups that a step hands to the backends.
+
+It holds the step, the running average, the radius of neurons, the scale of gains and biases, and the momentum buffer.
+"""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nero.backends import has_entered
-from nero.balance import balance_tensor_, initial_radius, own_radius
+from nero.backends import Group, Member, has_entered, member_of
+from nero.balance import balance_tensor_
+from nero.groups import Part, name_of
+from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
-from nero.roles import Role
+from nero.radius import initial_radius, own_radius
+from nero.role import Role
+from nero.rounding import Noise, noise_of
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
 from nero.sharding import local_of, sharding_of
 
@@ -76,6 +83,58 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
     # others: a step may be one of this process alone
     elif fix_norm == "initial" and can_read(parameter) and bool(known.isinf().any()):
         known.copy_(torch.where(known.isinf(), own_radius(parameter, role), known))
+
+
+@torch.no_grad()
+def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Update the norms that pretrained neurons are held to, since weights may be loaded after the optimiser is made.
+
+    Neurons that have made a step keep their norms.
+    """
+    for _, parameter, role, group in parts:
+        own = state.get(parameter, {})
+        if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
+            continue
+        if can_read(parameter) and float(own["step"]) == 0:
+            local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
+
+
+def groups_of(
+    param_groups: Sequence[dict[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]],
+    role_in: Callable[[dict[str, Any], Tensor], Role],
+) -> list[Group]:
+    """Return the parameters that have state, as backends see them.
+
+    Args:
+        param_groups: the optimiser's groups.
+        state: the optimiser's state.
+        role_in: returns the role of a parameter of a group.
+    """
+    groups: list[Group] = []
+    generators: dict[Noise, torch.Generator] = {}
+    is_switched_on = False
+    for group in param_groups:
+        members: dict[Noise | None, list[Member]] = {}
+        for index, parameter in enumerate(group["params"]):
+            own, role = state.get(parameter), role_in(group, parameter)
+            if not has_entered(own):
+                continue
+            if role.kind == "neuron":
+                match_radius(parameter, role, own, group["fix_norm"])
+            if match_momentum(parameter, role, own, group["momentum"]) and "max_momentum" in group:
+                is_switched_on = True
+            noise = noise_of(parameter, role) if group["rounding"] == "stochastic" else None
+            members.setdefault(noise, []).append(member_of(name_of(param_groups, group, index), parameter, role, own))
+        for noise, alike in (members or {None: []}).items():
+            generator = noise and generators.setdefault(noise, noise.generator())
+            groups.append(Group(group, alike, generator))
+    if is_switched_on and not torch.compiler.is_compiling():
+        warn(
+            "a scheduler has switched on momentum, which nero.Nero was made without: give the scheduler "
+            "cycle_momentum=False, or give nero.Nero a momentum"
+        )
+    return groups
 
 
 class Sight:

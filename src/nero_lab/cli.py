@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 
 try:
     import typer

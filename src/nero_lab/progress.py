@@ -23,7 +23,7 @@ from rich.progress import (
 from torch.utils.tensorboard import SummaryWriter
 from typing_extensions import Self
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.protocol import Settings, Task, perplexity
 from nero_lab.sweep import RunObserver

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab import distributed
 from nero_lab.data import Dataset, Game, Photos, load
 from nero_lab.progress import Display

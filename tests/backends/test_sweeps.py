@@ -28,12 +28,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def sweeps_of(optimiser: nero.Nero) -> list[Sweep]:
-    return optimiser._plan._plan._planner._sweeps
+    return optimiser._plan._sweeps
 
 
 def rest_of(optimiser: nero.Nero) -> list[Tensor]:
     """Return the parameters that no sweep steps."""
-    return [member.parameter for group in optimiser._plan._plan._planner.rest for member in group.members]
+    return [member.parameter for group, _ in optimiser._plan._rest for member in group.members]
 
 
 def layer_and_optimiser(kind: Kind) -> tuple[nn.Linear, nero.Nero]:

@@ -10,7 +10,8 @@ from torch import nn
 
 import nero
 from nero.groups import param_groups
-from nero.roles import Role, roles_of
+from nero.role import Role
+from nero.roles import roles_of
 
 
 def test_tied_weight_has_one_role():

@@ -21,7 +21,8 @@ from role_cases import (
 from torch import nn
 
 import nero
-from nero.roles import Role, role_from_shape, roles_of
+from nero.role import Role
+from nero.roles import role_from_shape, roles_of
 
 PACKED_ATTENTION = {"in_proj_weight": ROWS, "in_proj_bias": BIAS, **under("out_proj", LINEAR)}
 SPLIT_ATTENTION = {

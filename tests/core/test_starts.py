@@ -134,9 +134,9 @@ def test_model_loaded_after_the_optimiser_was_made_stays_as_loaded():
 
 def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    assert len(nero.Nero(copy.deepcopy(model))._entrance._copies) == 2
+    assert len(nero.Nero(copy.deepcopy(model))._regrowth._copies) == 2
     monkeypatch.setattr(regrowth, "MAX_COPIED_ELEMENTS", 20)
-    assert [copy.elements for copy in nero.Nero(model)._entrance._copies] == [None, None]
+    assert [copy.elements for copy in nero.Nero(model)._regrowth._copies] == [None, None]
 
 
 @pytest.mark.parametrize("is_loaded_again", [False, True])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import nero
-from nero.foreign_options import FOREIGN_OPTIONS
+from nero.messages import FOREIGN_OPTIONS
 from nero.options import OF_GROUPS, OPTIONS, OTHER_KEYS
 
 

@@ -122,13 +122,17 @@ def drift(shard: Callable[..., None] | None) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("shard", [None, placed_rows, placed_columns])
-def test_noise_goes_on_after_a_checkpoint(shard: Callable[..., None] | None, pools: Pools):
-    for whole, resumed in pools.run(2, resume_noise, shard):
+@pytest.mark.parametrize("idle", [None, 1], ids=["", "idle"])
+def test_noise_goes_on_after_a_checkpoint(shard: Callable[..., None] | None, idle: int | None, pools: Pools):
+    for whole, resumed in pools.run(2, resume_noise, shard, idle):
         assert resumed == whole
 
 
-def resume_noise(shard: Callable[..., None] | None) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the bits of a run, and of one that is stopped and resumed in other processes' random state."""
+def resume_noise(shard: Callable[..., None] | None, idle: int | None) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the bits of a run, and of one that is stopped and resumed in other processes' random state.
+
+    The step ``idle`` finds no gradient.
+    """
     found = []
     for stop in (None, 3):
         torch.manual_seed(0)
@@ -145,6 +149,8 @@ def resume_noise(shard: Callable[..., None] | None) -> tuple[list[list[int]], li
                     for new, old in zip(model.parameters(), before.parameters(), strict=True):
                         new.copy_(old)
             give_gradients(model, gradients(model, step))
+            if step == idle:
+                optimiser.zero_grad()
             optimiser.step()
         found.append(local_bits(model))
     return found[0], found[1]

@@ -11,7 +11,7 @@ from torch import nn
 
 import nero
 from nero import theory
-from nero.theory.incomplete_beta import log_incomplete_beta
+from nero.theory.caps import log_incomplete_beta
 from nero.theory.layers import layers_of
 from nero.theory.rotations import LayerCaps, cap_angles
 

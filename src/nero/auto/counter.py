@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from nero.groups import Part
+from nero.messages import and_more, warn
 from nero.preserve import MeasurementHook
 from nero.process import is_capturing, is_one_of_several
 from nero.sharding import agreed, is_sharded
-from nero.user_warnings import and_more, warn
 
 #: What to write if a model cannot count its depth when it first runs.
 _BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"

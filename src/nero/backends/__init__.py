@@ -6,14 +6,14 @@ This is the only door: a :class:`Plan` steps groups of parameters, a :func:`proj
 from typing import TYPE_CHECKING
 
 from nero.backends.available import backends_for, check_backend
-from nero.backends.job import Cut, Group, Member, Neurons, has_entered
+from nero.backends.job import Group, Member, Neurons, has_entered
 from nero.backends.plan import Plan, step_eagerly
+from nero.backends.shards import member_of
 
 if TYPE_CHECKING:
     from nero.backends.projection import Projector
 
 __all__ = [
-    "Cut",
     "Group",
     "Member",
     "Neurons",
@@ -21,6 +21,7 @@ __all__ = [
     "backends_for",
     "check_backend",
     "has_entered",
+    "member_of",
     "projector",
     "step_eagerly",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 
 #: The dtypes that the Triton kernels read and write.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

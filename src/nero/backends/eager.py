@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nero.backends.job import Job, Settings, apply_rule
+from nero import rule
+from nero.backends.job import Job, Settings
 from nero.rounding import rounded
 
 
@@ -28,6 +29,40 @@ def finish(job: Job, settings: Settings) -> None:
     if job.buffer is not None and update.momentum_buffer is not None:
         job.buffer.copy_(rounded(update.momentum_buffer, job.buffer.dtype, settings.rounding, settings.generator))
     _count(job, update.skipped)
+
+
+def apply_rule(job: Job, settings: Settings) -> rule.Update:
+    """Apply the rule to a job whose step is already counted."""
+    state, lr, beta, longest = job.state, settings.angle, settings.beta, settings.longest
+    if not job.axes:
+        scale = state["scale"] if settings.scale is None else settings.scale
+        return rule.nudge(
+            job.parameter,
+            job.grad,
+            state["grad_norm"],
+            state["step"],
+            lr=lr,
+            beta=beta,
+            scale=scale,
+            longest=longest,
+            pull=job.pull,
+            momentum=job.momentum(settings),
+        )
+    return rule.turn(
+        job.parameter,
+        job.grad,
+        state["grad_norm"],
+        state["step"],
+        axes=job.axes,
+        lr=lr,
+        beta=beta,
+        longest=longest,
+        fix_mean=settings.fix_mean,
+        fix_norm=bool(settings.fix_norm),
+        scale=settings.scale,
+        radius=state.get("radius", 1.0),
+        momentum=job.momentum(settings),
+    )
 
 
 def _count(job: Job, skipped: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from nero import rule
 from nero.backends import eager
-from nero.backends.job import Job, Settings, apply_rule, flat, shaped
+from nero.backends.job import Job, Settings, flat, shaped
 from nero.rounding import rounded
 
 #: Tensors of one shape are stacked up to this many elements.
@@ -128,7 +128,7 @@ def _turn_stack(jobs: Sequence[Job], settings: Settings) -> None:
     job = Job(_stacked(weights), _stacked([job.grad for job in jobs]), stacked, axes, 0.0, buffer)
     # float64 weights would need a wider dtype, and Apple's and some of Intel's GPUs have no float64
     is_single = states[0]["grad_norm"].dtype == torch.float32 and weights[0].device.type in ("cuda", "cpu")
-    update = _turned_in_double(job, settings) if is_single else apply_rule(job, settings)
+    update = _turned_in_double(job, settings) if is_single else eager.apply_rule(job, settings)
     targets = [(weights, update.parameter)]
     if update.momentum_buffer is not None:
         targets.append((buffers, update.momentum_buffer))

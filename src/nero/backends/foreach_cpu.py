@@ -17,19 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from nero import rule
 from nero.backends import eager
 from nero.backends.job import Job, Settings, flat, shaped
+from nero.backends.matrix import MAX_FAN_IN, ORDINARY, is_ordinary, norm_along, sum_along
 from nero.options import FixNorm
 
 #: Weights per piece: with their gradients, 32 MB in float32.
 PIECE_ELEMENTS = 1 << 22
 #: Tensors up to this size are concatenated with others of equal fan-in, to save operations.
 MAX_SMALL_ELEMENTS = 1 << 16
-#: Norms in this range have squares within float32's range.
-ORDINARY = (1e-15, 1e15)
-#: Above this fan-in, the fast sums lose too much precision in float32.
-MAX_FAN_IN = 1 << 15
-#: Elements of a neuron in one fast sum, along columns and along rows. Longer sums lose precision in float32.
-COLUMN_BLOCK = 1024
-ROW_BLOCK = 4096
 #: Wider turns are left to the rule.
 MAX_ANGLE_RAD = 0.5
 
@@ -103,10 +97,8 @@ def nudge(jobs: Sequence[Job], settings: Settings) -> bool:
         if settings.scale is None
         else before.new_tensor(settings.scale)
     )
-    for numbers in (grad.abs(), average, scales):  # one by one: a NaN compares as false
-        low, high = torch.stack(torch.aminmax(numbers)).tolist()
-        if not (low > ORDINARY[0] and high < ORDINARY[1]):
-            return False
+    if not all(map(is_ordinary, (grad.abs(), average, scales))):
+        return False
     correction = rule.bias_correction(float(jobs[0].state["step"]), settings.beta, dtype)
     sizes = [parameter.numel() for parameter in parameters]
     units = shaped(grad.div_(_bounded(average, grad, correction, settings)).split_with_sizes(sizes), parameters)
@@ -189,8 +181,7 @@ def _matrix(job: Job, settings: Settings) -> tuple[_Matrix, int] | None:
     radius = None
     if "radius" in job.state:
         radius = job.state["radius"]
-        low, high = torch.stack(torch.aminmax(radius.abs())).tolist()
-        if not (low > ORDINARY[0] and high < ORDINARY[1]):
+        if not is_ordinary(radius.abs()):
             return None
     # weights that nobody changed since the last turn are still balanced
     constraints = (settings.fix_mean, settings.fix_norm)
@@ -373,32 +364,3 @@ def _split(joined: Tensor, counts: list[int], axis: int) -> Sequence[Tensor]:
 
 def _join(parts: list[Tensor], axis: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-
-
-def norm_along(matrix: Tensor, axis: int, scratch: Tensor) -> Tensor:
-    """Compute the norm of each neuron of a matrix; ``scratch`` holds as many elements, for neurons along axis 0."""
-    if axis == 0:
-        # torch's norm is not vectorised along columns; a product with ones is
-        return sum_along(torch.mul(matrix, matrix, out=scratch[: matrix.numel()].view(matrix.shape)), axis).sqrt_()
-    blocks, rest = divmod(matrix.shape[1], ROW_BLOCK)
-    if blocks == 0 or (blocks == 1 and not rest):
-        size: Tensor = torch.linalg.vector_norm(matrix, dim=1, keepdim=True)
-        return size
-    cut = blocks * ROW_BLOCK
-    sizes: Tensor = torch.linalg.vector_norm(matrix[:, :cut].unflatten(1, (blocks, ROW_BLOCK)), dim=2)  # type: ignore[no-untyped-call]
-    if rest:
-        sizes = torch.cat([sizes, torch.linalg.vector_norm(matrix[:, cut:], dim=1, keepdim=True)], 1)
-    total: Tensor = torch.linalg.vector_norm(sizes, dim=1, keepdim=True)
-    return total
-
-
-def sum_along(matrix: Tensor, axis: int) -> Tensor:
-    """Sum each neuron of a matrix."""
-    if axis == 1:
-        return matrix.sum(1, keepdim=True)
-    ones = matrix.new_ones(1, min(matrix.shape[0], COLUMN_BLOCK))
-    if matrix.shape[0] <= COLUMN_BLOCK:
-        return torch.mm(ones, matrix)
-    blocks, rest = matrix.shape[0] // COLUMN_BLOCK, matrix.shape[0] % COLUMN_BLOCK
-    total = torch.matmul(ones, matrix[: blocks * COLUMN_BLOCK].view(blocks, COLUMN_BLOCK, -1)).sum(0)
-    return total + torch.mm(ones[:, :rest], matrix[blocks * COLUMN_BLOCK :]) if rest else total

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nero import rule
 from nero.options import FixNorm, Rounding
-from nero.roles import Role
+from nero.role import Role
 from nero.rounding import cast
 from nero.rule import Number, statistics_dtype
 from nero.scalars import as_float
@@ -91,7 +91,7 @@ class Job(NamedTuple):
 
     A backend steps a job in place. It must
 
-    - compute what :func:`apply_rule` computes, in the dtype of ``grad_norm`` or a wider one;
+    - compute what :func:`nero.backends.eager.apply_rule` computes, in the dtype of ``grad_norm`` or a wider one;
     - round once, as ``nero.rounding`` does;
     - add one to ``step``, and the number of neurons or elements with a non-finite gradient to ``skipped``;
     - leave the value, ``grad_norm`` and ``buffer`` of those unchanged;
@@ -221,40 +221,6 @@ def _new_buffer(buffer: Tensor | None, parameter: Tensor) -> Tensor:
     if buffer is None or buffer.shape != parameter.shape:
         return torch.zeros_like(parameter)
     return cast(buffer, parameter.dtype)
-
-
-def apply_rule(job: Job, settings: Settings) -> rule.Update:
-    """Apply the rule to a job whose step is already counted."""
-    state, lr, beta, longest = job.state, settings.angle, settings.beta, settings.longest
-    if not job.axes:
-        scale = state["scale"] if settings.scale is None else settings.scale
-        return rule.nudge(
-            job.parameter,
-            job.grad,
-            state["grad_norm"],
-            state["step"],
-            lr=lr,
-            beta=beta,
-            scale=scale,
-            longest=longest,
-            pull=job.pull,
-            momentum=job.momentum(settings),
-        )
-    return rule.turn(
-        job.parameter,
-        job.grad,
-        state["grad_norm"],
-        state["step"],
-        axes=job.axes,
-        lr=lr,
-        beta=beta,
-        longest=longest,
-        fix_mean=settings.fix_mean,
-        fix_norm=bool(settings.fix_norm),
-        scale=settings.scale,
-        radius=state.get("radius", 1.0),
-        momentum=job.momentum(settings),
-    )
 
 
 def has_entered(state: object) -> TypeGuard[dict[str, Any]]:

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nero import rule
 from nero.backends.foreach import MAX_STACK_ELEMENTS
-from nero.backends.foreach_cpu import MAX_FAN_IN, MAX_SMALL_ELEMENTS, ORDINARY, norm_along, sum_along
+from nero.backends.foreach_cpu import MAX_SMALL_ELEMENTS
 from nero.backends.job import Neurons
+from nero.backends.matrix import MAX_FAN_IN, is_ordinary, norm_along, sum_along
 from nero.backends.triton.project import Kernels
 from nero.rounding import rounded
 
@@ -95,7 +96,7 @@ class Projector:
         if self._fix_mean and matrix.fan_in != 2:
             mean = rule.held(sum_along(weight, axis).div_(matrix.fan_in), radius)
             drift = mean.abs() * math.sqrt(matrix.fan_in)
-        if not (_is_ordinary(whole) and _is_ordinary(rule.bound(radius)) and bool((drift <= MAX_DRIFT * whole).all())):
+        if not (is_ordinary(whole) and is_ordinary(rule.bound(radius)) and bool((drift <= MAX_DRIFT * whole).all())):
             return False
         size = (whole.square() - drift.square()).sqrt_()  # of the neuron without its mean
         off, stretch = torch.zeros_like(size), torch.ones_like(size)
@@ -173,11 +174,3 @@ def _pieces(matrix: Neurons) -> Iterator[Neurons]:
     for start in range(0, total, most):
         cut = (across, start, min(most, total - start))
         yield Neurons(weight.narrow(*cut), (axis,), radius.narrow(*cut) if isinstance(radius, Tensor) else radius)
-
-
-def _is_ordinary(lengths: rule.Number) -> bool:
-    """Return whether the squares of all lengths are within float32's range; a NaN is not."""
-    if not isinstance(lengths, Tensor):
-        return ORDINARY[0] < lengths < ORDINARY[1]
-    low, high = torch.stack(torch.aminmax(lengths)).tolist()
-    return bool(low > ORDINARY[0] and high < ORDINARY[1])

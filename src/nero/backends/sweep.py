@@ -6,7 +6,7 @@ can change without a call of ours: gradients, shapes, strides, dtypes, storage, 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -14,8 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nero.backends.job import STATE_DTYPES, HasGrad, Job, Rates, Settings
-from nero.backends.layout import Layout
+from nero.backends.available import check_backend
+from nero.backends.job import (
+    STATE_DTYPES,
+    HasGrad,
+    Job,
+    Member,
+    Rates,
+    Settings,
+    has_expected_state,
+    job_of,
+    settings_of,
+)
+from nero.backends.layout import Layout, layout_of
+from nero.rule import statistics_dtype
 
 try:
     from torch._C._dynamo import guards
@@ -26,6 +38,9 @@ except (ImportError, AttributeError):  # a future torch: every tensor is then ch
 
 #: Compares the addresses of many tensors in one call; builds of torch without CUDA lack it.
 _ARE_AT: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+#: A view with wider gaps than this many times its size is left to torch, if there is momentum.
+MAX_SPAN = 4
 
 _grad = attrgetter("grad")
 _END = object()
@@ -61,7 +76,7 @@ class Sweep(ABC):
 
     @torch.inference_mode(False)
     def __init__(self, lines: Sequence[Line], generator: torch.Generator | None = None) -> None:
-        self._generator = generator
+        self.generator = generator
         # no reference to a line: a line holds a gradient
         self._parameters = [line.parameter for line in lines]
         self._holders = [line.holder for line in lines]
@@ -171,6 +186,57 @@ class Sweep(ABC):
             moved = [parameter for parameter, address in zip(self._parameters, addresses, strict=True) if address]
         torch.autograd.graph.increment_version(moved)  # torch did not see the compiled code write
         self._known, self._grads, self._borrowed = addresses, [], []
+
+
+def line_of(member: Member, options: Mapping[str, Any], group: int, kind: type[Sweep]) -> Line | None:
+    """Make the line of a member in a sweep; ``None`` if the compiled code cannot step it.
+
+    Raises:
+        ValueError: if Triton was chosen by name and cannot step the member's dtype, device or gradient.
+    """
+    parameter, grad = member.parameter, member.grad
+    tensors = [parameter] if grad is None else [parameter, grad]
+    if not parameter.numel():
+        return None
+    if not all(map(kind.takes, tensors)):
+        if parameter.requires_grad:
+            check_backend(options["backend"], member.name, *tensors)  # raises if this is Triton, by name
+        return None
+    if parameter.is_neg() or tensors[-1].shape != parameter.shape:  # a wrong shape raises where torch sees it
+        return None
+    if grad is None and _is_to_be_cast(member):  # what has no gradient keeps its state
+        return None
+    job = job_of(member, parameter if grad is None else grad, options)
+    layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
+    if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
+        return None
+    if not kind.follows(layout, job.axes):
+        return None
+    if job.buffer is not None:
+        if not kind.takes(job.buffer) or job.buffer.device != parameter.device or job.buffer.is_neg():
+            return None
+        if not has_strides(job.buffer, job.parameter.stride()):
+            # a part, whose state shares the memory of the whole; or a view, whose gaps the buffer would have, too
+            if member.holder is not None or span(parameter) > MAX_SPAN * parameter.numel():
+                return None
+            job = job._replace(buffer=_move_buffer(member))
+    holder = parameter if member.holder is None else member.holder
+    return Line(parameter, holder, job, layout, settings_of(options), group)
+
+
+def _is_to_be_cast(member: Member) -> bool:
+    """Return whether a step would cast the state, since the parameter was cast after its last step."""
+    dtype, buffer = member.parameter.dtype, member.state.get("momentum_buffer")
+    return member.state["grad_norm"].dtype != statistics_dtype(dtype) or (buffer is not None and buffer.dtype != dtype)
+
+
+@torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
+def _move_buffer(member: Member) -> Tensor:
+    """Give the momentum buffer the strides of its parameter, which may be a view with gaps, or was transposed."""
+    parameter, before = member.parameter, member.state["momentum_buffer"]
+    buffer = torch.empty_strided(parameter.shape, parameter.stride(), dtype=before.dtype, device=before.device)
+    member.state["momentum_buffer"] = buffer.copy_(before)
+    return buffer
 
 
 def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ Example:
     True
 """
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero.role import Role
 
 try:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nero.foreign_options import FOREIGN_OPTIONS, P, T, explain_positional_options
+from nero.messages import FOREIGN_OPTIONS, P, T, explain_positional_options
 
 #: What to do instead of options that only torch's Nero, optax or both have under these names.
 HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay", "betas", "beta1", "eps")} | {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from nero.preserve import copy_inputs, preserved
-from nero.text_table import text_table
+from nero.text import text_table
 from nero.theory.layers import layers_of
 
 #: Layers whose channels come before these many spatial axes.

@@ -9,9 +9,9 @@ from torch import nn
 
 from nero.balance import is_balanced, paddings_of
 from nero.scalars import as_float, as_int
+from nero.text import format_complement, format_upper
 from nero.theory.caps import cap_measure, checked_angle
 from nero.theory.layers import layers_of
-from nero.theory.number_format import format_complement, format_upper
 
 #: Four printed digits would show a larger error bound as 1.
 MAX_ERROR = 0.9999

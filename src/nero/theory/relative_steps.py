@@ -5,13 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nero.balance import checked_tolerance
-from nero.roles import KINDS, Kind
+from nero.role import KINDS, Kind
 from nero.rule import norm, statistics_dtype
-from nero.scalars import as_float
-from nero.text_table import text_table
-from nero.theory.layers import Layer, layers_of
-from nero.theory.perturbation import Perturbation, check_perturbation, frobenius_norm, ratio
+from nero.scalars import as_float, checked_tolerance
+from nero.text import text_table
+from nero.theory.layers import Layer, Perturbation, check_perturbation, frobenius_norm, layers_of, ratio
 
 
 @dataclass(frozen=True)

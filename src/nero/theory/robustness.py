@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from nero.preserve import preserved
 from nero.scalars import as_float, as_int
-from nero.theory.caps import checked_angle
+from nero.text import format_lower, format_upper
+from nero.theory.caps import checked_angle, log_incomplete_beta
 from nero.theory.certificate import is_certified, perceptron_layers
 from nero.theory.classifier import Classifier, make_classifier
-from nero.theory.incomplete_beta import log_incomplete_beta
-from nero.theory.layers import Layer, layers_of
-from nero.theory.number_format import format_lower, format_upper
-from nero.theory.perturbation import check_gradients_enabled
+from nero.theory.layers import Layer, check_gradients_enabled, layers_of
 
 #: Smaller angles, in radians, count as zero.
 _MIN_ANGLE = 1e-9

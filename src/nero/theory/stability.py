@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from nero.preserve import overwrite, preserved
-from nero.roles import KINDS, Kind
+from nero.role import KINDS, Kind
 from nero.scalars import as_int
-from nero.text_table import text_table
-from nero.theory.layers import NEURONS, Layer, layers_of
-from nero.theory.perturbation import (
+from nero.text import text_table
+from nero.theory.layers import (
+    NEURONS,
+    Layer,
     Perturbation,
     check_gradients_enabled,
     check_perturbation,
     frobenius_norm,
+    layers_of,
     ratio,
 )
 

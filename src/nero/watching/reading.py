@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from nero.text_table import text_table
+from nero.text import text_table
 
 HEADER = ("layer", "role", "turned", "from start", "grad norm", "silent", "near limit", "off balance", "skipped")
 

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from nero.backends import has_entered
 from nero.balance import unwrapped
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero.optimiser import Nero
 from nero.rule import statistics_dtype
 from nero.scalars import as_int
-from nero.watching.measure import Sample, Snapshot, make_batches, measure, take_sample
-from nero.watching.pool import pooled
+from nero.watching.measure import Sample, Snapshot, make_batches, measure, pooled, take_sample
 from nero.watching.reading import BatchResult, Layer, LayerHead, Reading, Spread, Writer
 
 

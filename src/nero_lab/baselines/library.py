@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 
 #: Decay of weights with two or more axes, per step and relative to the learning rate.
 WEIGHT_DECAY = 0.1

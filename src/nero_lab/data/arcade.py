@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab.data.dataset import DataError
 from nero_lab.data.folder import Folder
 

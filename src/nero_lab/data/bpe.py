@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab.data.book_files import END_OF_BOOK
 from nero_lab.data.dataset import DataError
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab import distributed
 from nero_lab.data import decoder_pool, decoding
 from nero_lab.data.augmentation import crop_and_resize, random_boxes, random_flips, scale_and_shift

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab.data import sources
 from nero_lab.data.dataset import DataError
 from nero_lab.data.download import replacing

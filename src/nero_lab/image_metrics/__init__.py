@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nero.extras import how_to_install
+from nero.messages import how_to_install
 from nero_lab.data.dataset import DataError
 from nero_lab.data.download import new_hash
 from nero_lab.image_metrics.frechet import Gaussian, Moments

@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 
-from nero.backends.numba.tasks import array, part, radius_of, start_of, vector_part
+from nero.backends.numba.tasks import array, radius_of, start_of, subroutine, vector_subroutine
 from nero.rule import SCALE_AT_ORIGIN
 
 
-@part
+@subroutine
 def turn_in_float64(task, neuron, correction, settings, like):
     """Apply the rule to one neuron in float64; return whether it was skipped."""
     fan_in, start, average = task.segments * task.run, start_of(task, neuron), array(task.average, neuron, 1, like)
@@ -66,7 +66,7 @@ def turn_in_float64(task, neuron, correction, settings, like):
     return 0
 
 
-@part
+@subroutine
 def _square(elements):
     square = 0.0
     for element in elements:
@@ -74,7 +74,7 @@ def _square(elements):
     return square
 
 
-@part
+@subroutine
 def _centre(elements):
     total = 0.0
     for element in elements:
@@ -83,7 +83,7 @@ def _centre(elements):
         elements[i] -= total / elements.size
 
 
-@part
+@subroutine
 def _is_zero(task, address, start, like):
     for segment in range(task.segments):
         if _sum_of_sizes(array(address, start + segment * task.segment_stride, task.run, like)) != 0:
@@ -91,7 +91,7 @@ def _is_zero(task, address, start, like):
     return True
 
 
-@vector_part
+@vector_subroutine
 def _sum_of_sizes(elements):
     total = elements.dtype.type(0)
     for i in range(elements.size):
@@ -99,7 +99,7 @@ def _sum_of_sizes(elements):
     return total
 
 
-@part
+@subroutine
 def root(average, length, settings):
     """Update the running average; by hypot, which is slow, only if squares leave float64's range."""
     average, length = np.float64(average), np.float64(length)
@@ -109,7 +109,7 @@ def root(average, length, settings):
     return math.hypot(math.sqrt(settings.beta) * average, math.sqrt(1 - settings.beta) * length)
 
 
-@part
+@subroutine
 def _gather(task, address, start, like):
     elements = np.empty(task.segments * task.run)
     for segment in range(task.segments):
@@ -119,7 +119,7 @@ def _gather(task, address, start, like):
     return elements
 
 
-@part
+@subroutine
 def _norm(elements):
     """Compute a norm without overflow or underflow; infinite if any element is not finite."""
     peak = _peak(elements)
@@ -131,7 +131,7 @@ def _norm(elements):
     return peak * math.sqrt(square)
 
 
-@part
+@subroutine
 def _peak(elements):
     peak = 0.0
     for element in elements:
@@ -141,7 +141,7 @@ def _peak(elements):
     return peak
 
 
-@part
+@subroutine
 def advance(task, at, size, settings, like):
     """Update the momentum of some elements."""
     kept, rounded = settings.momentum, like.dtype.type
@@ -150,7 +150,7 @@ def advance(task, at, size, settings, like):
     )
 
 
-@vector_part
+@vector_subroutine
 def _mix_in_place(buffer, grads, kept, new):
     for i in range(grads.size):
         buffer[i] = kept * buffer[i] + new * grads[i]

@@ -13,7 +13,16 @@ import numba
 import numpy as np
 
 from nero.backends.numba.float64 import advance, root, turn_in_float64
-from nero.backends.numba.tasks import array, compiled, fetch, part, pointer, radius_of, start_of, vector_part
+from nero.backends.numba.tasks import (
+    array,
+    compiled,
+    fetch,
+    pointer,
+    radius_of,
+    start_of,
+    subroutine,
+    vector_subroutine,
+)
 
 #: Elements summed in the weights' own precision; the sums of blocks are added in float64.
 BLOCK_ELEMENTS = 1024
@@ -45,13 +54,13 @@ class Turn(NamedTuple):
     shift: float
 
 
-@part
+@subroutine
 def _row(task, at, size, like):
     """Return some weights and their gradients."""
     return array(task.weight, at, size, like), array(task.grad, at, size, like)
 
 
-@part
+@subroutine
 def _find_direction(task, at, direction, settings, like):
     """Write the direction of a step with momentum."""
     buffer, grads = array(task.buffer, at, direction.size, like), array(task.grad, at, direction.size, like)
@@ -59,7 +68,7 @@ def _find_direction(task, at, direction, settings, like):
     _mix(direction, buffer, grads, rounded(kept), rounded(1 - kept))
 
 
-@vector_part
+@vector_subroutine
 def _mix(mixed, buffer, grads, kept, new):
     for i in range(grads.size):
         mixed[i] = kept * buffer[i] + new * grads[i]
@@ -81,12 +90,12 @@ def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns):
         while piece >= ends[number]:
             number += 1
         task = tasks[number]
-        part = piece - (ends[number - 1] if number > 0 else 0)
+        place = piece - (ends[number - 1] if number > 0 else 0)
         step = numba.carray(pointer(task.step), (1,), np.float32)[0] + np.float32(1)
         correction = math.sqrt(-math.expm1(step * options.log_beta))
-        lots = -(-task.inner // task.each) if task.is_columns else part + 1
-        first = part // lots * task.inner + part % lots * task.each
-        last = min(first + task.each, (part // lots + 1) * task.inner if task.is_columns else task.neurons)
+        lots = -(-task.inner // task.each) if task.is_columns else place + 1
+        first = place // lots * task.inner + place % lots * task.each
+        last = min(first + task.each, (place // lots + 1) * task.inner if task.is_columns else task.neurons)
         if task.run == 0:
             skipped[piece] = _nudge(task, first, last, correction, options, like)
             continue
@@ -110,7 +119,7 @@ def count(tasks, ends, skipped):
         first = ends[number]
 
 
-@part
+@subroutine
 def _nudge(task, first, last, correction, settings, like):
     gains = array(task.weight, first, last - first, like)
     grads = array(task.grad, first, last - first, like)
@@ -139,7 +148,7 @@ def _nudge(task, first, last, correction, settings, like):
     return skipped
 
 
-@part
+@subroutine
 def _turn_rows(task, first, last, correction, settings, like, odd):
     """Turn neurons of contiguous elements; list those that need float64, and return their number.
 
@@ -180,7 +189,7 @@ def _turn_rows(task, first, last, correction, settings, like, odd):
     return left
 
 
-@part
+@subroutine
 def _write_row(task, start, stretch, along, shift, settings, like):
     rounded, kept, kept_by_step = like.dtype.type, settings.momentum, settings.kept_by_step
     shares = rounded(kept_by_step), rounded(1 - kept_by_step), rounded(kept), rounded(1 - kept)
@@ -195,7 +204,7 @@ def _write_row(task, start, stretch, along, shift, settings, like):
                 _write_with_momentum(weights, grads, buffer, stretch, along, shift, shares)
 
 
-@vector_part
+@vector_subroutine
 def _sum(weights, grads):
     w = g = ww = gg = wg = weights.dtype.type(0)
     for i in range(weights.size):
@@ -207,13 +216,13 @@ def _sum(weights, grads):
     return w, g, ww, gg, wg
 
 
-@vector_part
+@vector_subroutine
 def _write(weights, grads, stretch, along, shift):
     for i in range(weights.size):
         weights[i] = stretch * weights[i] + (along * grads[i] + shift)
 
 
-@vector_part
+@vector_subroutine
 def _sum_with_momentum(weights, grads, buffer, kept, new):
     w = u = ww = uu = wu = weights.dtype.type(0)
     for i in range(weights.size):
@@ -226,7 +235,7 @@ def _sum_with_momentum(weights, grads, buffer, kept, new):
     return w, u, ww, uu, wu
 
 
-@vector_part
+@vector_subroutine
 def _write_with_momentum(weights, grads, buffer, stretch, along, shift, shares):
     kept_by_step, new_by_step, kept, new = shares
     for i in range(weights.size):
@@ -235,7 +244,7 @@ def _write_with_momentum(weights, grads, buffer, stretch, along, shift, shares):
         buffer[i] = kept * buffer[i] + new * grads[i]
 
 
-@vector_part
+@vector_subroutine
 def _write_and_sum(weights_before, grads_before, stretch, along, shift, weights, grads):
     w = g = ww = gg = wg = weights.dtype.type(0)
     for i in range(weights.size):
@@ -248,7 +257,7 @@ def _write_and_sum(weights_before, grads_before, stretch, along, shift, weights,
     return w, g, ww, gg, wg
 
 
-@part
+@subroutine
 def _turn_columns(task, first, last, correction, settings, like, sums, block, odd, scratch):
     """Turn neurons that are columns in memory, row by row; list those that need float64, and return their number."""
     start, width = start_of(task, first), last - first
@@ -298,7 +307,7 @@ def _turn_columns(task, first, last, correction, settings, like, sums, block, od
     return left
 
 
-@vector_part
+@vector_subroutine
 def _sum_down(weights, grads, sums):
     for i in range(weights.size):
         sums[i] += weights[i]
@@ -308,13 +317,13 @@ def _sum_down(weights, grads, sums):
         sums[i + 4 * SUMS_PITCH] += weights[i] * grads[i]
 
 
-@vector_part
+@vector_subroutine
 def _write_down(weights, grads, turns):
     for i in range(weights.size):
         weights[i] = turns[i] * weights[i] + (turns[i + SUMS_PITCH] * grads[i] + turns[i + 2 * SUMS_PITCH])
 
 
-@part
+@subroutine
 def _turn(sums, fan_in, share, average, radius, correction, settings):
     """Apply the rule to the sums; not ordinary if a value left its range or cancelled.
 
@@ -346,3 +355,22 @@ def _turn(sums, fan_in, share, average, radius, correction, settings):
         and 0 < abs(factor * stretch) < high
     )
     return Turn(ordinary, math.sqrt(square), stretch, -factor * stretch, -mean * stretch)
+
+
+@compiled
+def sum_rows(weights, grads, sums):
+    """Write the five sums over the local elements of neurons that are cut over processes."""
+    for row in range(weights.shape[0]):
+        w, g, ww, gg, wg = 0.0, 0.0, 0.0, 0.0, 0.0
+        for begin in range(0, weights.shape[1], BLOCK_ELEMENTS):
+            end = min(begin + BLOCK_ELEMENTS, weights.shape[1])
+            block = _sum(weights[row, begin:end], grads[row, begin:end])
+            w, g, ww, gg, wg = w + block[0], g + block[1], ww + block[2], gg + block[3], wg + block[4]
+        sums[0, row], sums[1, row], sums[2, row], sums[3, row], sums[4, row] = w, g, ww, gg, wg
+
+
+@compiled
+def write_rows(weights, grads, stretch, along, shift):
+    """Turn the local elements of neurons that are cut: w <- stretch * w + along * g + shift."""
+    for row in range(weights.shape[0]):
+        _write(weights[row], grads[row], stretch[row], along[row], shift[row])

@@ -22,7 +22,7 @@ from nero.backends.job import Rates, Settings
 from nero.backends.layout import Layout
 from nero.backends.numba import loops
 from nero.backends.numba.loops import MAX_COLUMNS
-from nero.backends.numba.tasks import SETTINGS, TASK, Cut
+from nero.backends.numba.tasks import SETTINGS, TASK, Pieces
 from nero.backends.sweep import Line, Sweep
 
 #: Elements per piece: enough to make fetching it cheap, few enough to share the work evenly.
@@ -41,11 +41,11 @@ class NumbaSweep(Sweep):
     @torch.inference_mode(False)
     def __init__(self, lines: Sequence[Line], generator: torch.Generator | None = None) -> None:
         super().__init__(lines, generator)
-        found = (cut_of(line.layout, is_neuron=bool(line.job.axes)) for line in lines)
-        cuts = [cut for cut in found if cut is not None]  # all: follows() has said so
-        tasks = [_task(line, cut) for line, (cut, _) in zip(lines, cuts, strict=True)]
-        self._tasks, self._pieces = np.array(tasks, TASK), np.array([pieces for _, pieces in cuts])
-        self._has_columns = any(cut.is_columns for cut, _ in cuts) or None  # None: their loops are not compiled
+        found = (pieces_of(line.layout, is_neuron=bool(line.job.axes)) for line in lines)
+        pieces = [each for each in found if each is not None]  # all: follows() has said so
+        self._tasks = np.array(list(map(_task, lines, pieces)), TASK)
+        self._pieces = np.array([each.number for each in pieces])
+        self._has_columns = any(each.is_columns for each in pieces) or None  # None: their loops are not compiled
         self._like = torch.empty(0, dtype=self._dtypes[0], device="cpu").numpy()  # tells a compiled function the dtype
         self._settings, self._group = lines[0].settings, lines[0].group
         self._rates: Sequence[Rates] = ()
@@ -60,7 +60,7 @@ class NumbaSweep(Sweep):
     @staticmethod
     def follows(layout: Layout, axes: tuple[int, ...]) -> bool:
         """Return whether the loops can follow the layout of neurons, or of gains, which have no axes."""
-        return cut_of(layout, is_neuron=bool(axes)) is not None
+        return pieces_of(layout, is_neuron=bool(axes)) is not None
 
     @staticmethod
     def key(line: Line) -> object:
@@ -80,15 +80,7 @@ class NumbaSweep(Sweep):
             return
         ends = np.cumsum(pieces)  # the running total of pieces, task by task
         skipped, counter = np.zeros(ends[-1], np.int64), np.zeros(1, np.int64)
-        arguments: tuple[Any, ...] = (
-            tasks,
-            ends,
-            skipped,
-            counter,
-            self._options,
-            self._like,
-            self._has_columns,
-        )
+        arguments: Any = tasks, ends, skipped, counter, self._options, self._like, self._has_columns
         _announce_compilation()
         threads = torch.get_num_threads()
         pool = _pool(threads, os.getpid())
@@ -99,7 +91,7 @@ class NumbaSweep(Sweep):
         loops.count(tasks, ends, skipped)
 
 
-def _task(line: Line, cut: Cut) -> tuple[float, ...]:
+def _task(line: Line, pieces: Pieces) -> tuple[float, ...]:
     """Return the task of a line, without the address of its gradient."""
     job, state = line.job, line.job.state
     size = 0  # the address of the radii of neurons, or of the scale of gains
@@ -109,7 +101,7 @@ def _task(line: Line, cut: Cut) -> tuple[float, ...]:
         size = state["scale"].data_ptr()
     counts = state["grad_norm"].data_ptr(), state["step"].data_ptr(), state["skipped"].data_ptr()
     buffer = 0 if job.buffer is None else job.buffer.data_ptr()
-    return (job.parameter.data_ptr(), 0, *counts, size, buffer, *cut, job.pull)
+    return (job.parameter.data_ptr(), 0, *counts, size, buffer, *pieces, job.pull)
 
 
 class _Notice(event.Listener):  # type: ignore[misc]
@@ -131,25 +123,22 @@ def _announce_compilation() -> None:
 
 
 @lru_cache(maxsize=4096)
-def cut_of(layout: Layout, is_neuron: bool) -> tuple[Cut, int] | None:
-    """Cut a tensor into pieces; return the cut and their number, or ``None`` if the loops cannot follow it."""
+def pieces_of(layout: Layout, is_neuron: bool) -> Pieces | None:
+    """Divide a tensor into pieces; ``None`` if the loops cannot follow its layout."""
     if not is_neuron:
-        each = PIECE_ELEMENTS // GAIN_COST
         is_contiguous = layout.neurons == 1 or (layout.inner == layout.neurons and layout.inner_stride == 1)
-        return (Cut(layout.neurons, 1, 1, 0, 0, 0, 0, each), -(-layout.neurons // each)) if is_contiguous else None
+        return Pieces(layout.neurons, 1, 1, 0, 0, 0, 0, PIECE_ELEMENTS // GAIN_COST) if is_contiguous else None
     run, segments, segment_stride = layout.run, layout.fan_in // layout.run, layout.leap
     if layout.stride != 1:
         if segments > 1:
             return None
         run, segments, segment_stride = 1, layout.run, layout.stride
     each = min(MAX_COLUMNS, max(1, PIECE_ELEMENTS // layout.fan_in))
-    pieces = -(-layout.neurons // each)
     is_columns = run == 1 and layout.inner_stride == 1
-    if is_columns:  # cut as little as possible, so that rows stay whole
+    if is_columns:  # as few pieces as possible, so that rows stay whole
         each = -(-layout.inner // -(-layout.inner // MAX_COLUMNS))
-        pieces = layout.neurons // layout.inner * -(-layout.inner // each)
     strides_of_neurons = layout.inner, layout.outer_stride, layout.inner_stride
-    return Cut(layout.neurons, *strides_of_neurons, segments, segment_stride, run, each, is_columns), pieces
+    return Pieces(layout.neurons, *strides_of_neurons, segments, segment_stride, run, each, is_columns)
 
 
 @lru_cache(maxsize=1)

@@ -18,11 +18,11 @@ SETTINGS = np.dtype(
 )
 
 
-class Cut(NamedTuple):
+class Pieces(NamedTuple):
     """The layout of a tensor's neurons, in elements from its start, and how many of them make a piece of work.
 
     Neuron i starts at ``i // inner * outer_stride + i % inner * inner_stride``, and has ``segments`` runs of
-    ``run`` contiguous elements. Gains have no runs.
+    ``run`` contiguous elements. Gains have no runs. A piece of columns lies within one row.
     """
 
     neurons: int
@@ -35,21 +35,28 @@ class Cut(NamedTuple):
     each: int
     is_columns: bool = False
 
+    @property
+    def number(self) -> int:
+        """The number of pieces."""
+        if self.is_columns:
+            return self.neurons // self.inner * -(-self.inner // self.each)
+        return -(-self.neurons // self.each)
+
 
 TASK = np.dtype(
     [
         *((name, np.int64) for name in ("weight", "grad", "average", "step", "skipped")),  # addresses
         ("size", np.int64),  # the address of the radii of neurons, or of the scale of gains; 0 if settings has it
         ("buffer", np.int64),  # the address of the momentum buffer; 0 without momentum
-        *((name, np.int64) for name in Cut._fields),
+        *((name, np.int64) for name in Pieces._fields),
         ("pull", np.float64),
     ]
 )
 
-# parts of a compiled function, which Python does not call: these compile sooner
-part = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+# not called from Python, so they compile sooner
+subroutine = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 # sums in any order are vectorised; NaN and infinity keep their meaning
-vector_part = numba.njit(
+vector_subroutine = numba.njit(
     error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath={"reassoc", "contract", "nsz"}
 )
 
@@ -67,8 +74,8 @@ DIGEST = digest_of_sources()
 def compiled(function):
     """Compile a function that Python calls; keep it on disk until a source changes.
 
-    numba's cache follows the file of the function, not those of its parts. But names of cached files begin with the
-    function's, so that a digest in its name stands for all of them.
+    numba's cache follows the file of the function, not those of its subroutines. But names of cached files begin with
+    the function's, so that a digest in its name stands for all of them.
     """
     function.__qualname__ += f"_{DIGEST}"
     return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
@@ -95,19 +102,19 @@ def fetch(context: Any, address: Any) -> Any:  # noqa: ARG001
     return types.int64(types.int64), generate
 
 
-@part
+@subroutine
 def array(address, start, size, like):
     """View memory as an array of the dtype of ``like``."""
     return numba.carray(pointer(address + start * like.itemsize), (size,), like.dtype)
 
 
-@part
+@subroutine
 def start_of(task, neuron):
     """Return the place of a neuron's first element."""
     return neuron // task.inner * task.outer_stride + neuron % task.inner * task.inner_stride
 
 
-@part
+@subroutine
 def radius_of(task, neuron, like):
     """Return the radius of a neuron."""
     return np.float64(array(task.size, neuron, 1, like)[0]) if task.size else 1.0

@@ -1,7 +1,7 @@
 """The projection of many tensors on a GPU, in a few launches: every contiguous neuron is read and written once."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -28,15 +28,21 @@ class Launches:
     """The projection of many tensors on one device, in one launch per dtype and size of tile.
 
     Args:
-        targets: the tensors, whose neurons are contiguous and at most ``MAX_FAN_IN`` elements long.
+        by_number: the tensors by number; their neurons are contiguous and at most ``MAX_FAN_IN`` elements long.
         fix_mean: project to zero mean.
         fix_norm: project to the radius.
+
+    Attributes:
+        numbers: the numbers of the tensors.
     """
 
-    def __init__(self, targets: Sequence[Target], *, fix_mean: bool, fix_norm: bool) -> None:
+    def __init__(self, by_number: Mapping[int, Target], *, fix_mean: bool, fix_norm: bool) -> None:
         from nero.backends.triton import project_kernel
 
+        self.numbers, targets = list(by_number), list(by_number.values())
         self._device = targets[0].tensor.device
+        self._flags: list[bool] = []
+        self._active: Tensor | None = None
         self._radii = [target.radius for target in targets]  # the records hold their addresses
         kinds: dict[tuple[torch.dtype, int], list[int]] = {}
         for number, target in enumerate(targets):
@@ -67,12 +73,23 @@ class Launches:
         words = array("q", [word for record in records for word in record])
         self._records = placed(torch.frombuffer(words, dtype=torch.int64), self._device)
 
-    def __call__(self, active: Tensor) -> None:
-        """Project the tensors whose number in ``active`` is not zero."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index) if self._device.type == "cuda" else 0
-        for launch, owners in self._launches:
-            tables = [owners, self._records, active]
-            launch(stream, tables, [table.data_ptr() for table in tables])
+    def __call__(self, flags: list[bool], captured: list[object]) -> bool:
+        """Project the tensors with a flag, unless a graph captures a change of flags; return whether it was done."""
+        is_cuda = self._device.type == "cuda"
+        with torch.cuda.device(self._device) if is_cuda else nullcontext():
+            if self._active is None or flags != self._flags:
+                if is_capturing():
+                    return False
+                # a new table each time: a graph may still read the last one
+                active = torch.tensor(flags, dtype=torch.int32, device="cpu")  # whatever the default device is
+                self._active, self._flags = placed(active, self._device), flags
+            if is_capturing():
+                captured += [self, self._active]
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index) if is_cuda else 0
+            for launch, owners in self._launches:
+                tables = [owners, self._records, self._active]
+                launch(stream, tables, [table.data_ptr() for table in tables])
+        return True
 
 
 class Kernels:
@@ -86,7 +103,7 @@ class Kernels:
     def __init__(self, *, fix_mean: bool, fix_norm: bool) -> None:
         self._fix_mean, self._fix_norm = fix_mean, fix_norm
         self._places: list[object] = []
-        self._devices: list[_Device] = []
+        self._launches: list[Launches] = []  # one for each device
         self._captured: list[object] = []  # tables that a CUDA graph reads at each replay
 
     def __call__(self, neurons: Sequence[Neurons], active: Sequence[bool]) -> set[int]:
@@ -100,51 +117,23 @@ class Kernels:
         if places != self._places:
             if is_capturing():  # a graph would repeat the upload of its tables from memory that is gone
                 return set()
-            self._devices, self._places = self._made(neurons), places
+            self._launches, self._places = self._made(neurons), places
         done: set[int] = set()
-        for device in self._devices:
-            wanted = [number for number in device.numbers if active[number]]
-            if wanted and device.launch([active[number] for number in device.numbers], self._captured):
+        for launches in self._launches:
+            wanted = [number for number in launches.numbers if active[number]]
+            if wanted and launches([active[number] for number in launches.numbers], self._captured):
                 # torch did not see the kernels write
                 torch.autograd.graph.increment_version([neurons[number].tensor for number in wanted])
                 done.update(wanted)
         return done
 
-    def _made(self, neurons: Sequence[Neurons]) -> "list[_Device]":
-        by_device: dict[torch.device, dict[int, Layout]] = {}
+    def _made(self, neurons: Sequence[Neurons]) -> list[Launches]:
+        by_device: dict[torch.device, dict[int, Target]] = {}
         for number, each in enumerate(neurons):
             layout = _layout(each)
             if layout is not None:
-                by_device.setdefault(each.tensor.device, {})[number] = layout
-        made = []
-        for device, layouts in by_device.items():
-            targets = [Target(neurons[number].tensor, _radius(neurons[number]), at) for number, at in layouts.items()]
-            launches = Launches(targets, fix_mean=self._fix_mean, fix_norm=self._fix_norm)
-            made.append(_Device(device, list(layouts), launches))
-        return made
-
-
-class _Device:
-    """The tensors of one device, by number, and the launches over them."""
-
-    def __init__(self, device: torch.device, numbers: list[int], launches: Launches) -> None:
-        self._device, self.numbers, self._launches = device, numbers, launches
-        self._flags: list[bool] = []
-        self._active: Tensor | None = None
-
-    def launch(self, flags: list[bool], captured: list[object]) -> bool:
-        """Project the tensors with a flag, unless a graph captures a change of flags; return whether it was done."""
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if self._active is None or flags != self._flags:
-                if is_capturing():
-                    return False
-                # a new table each time: a graph may still read the last one
-                active = torch.tensor(flags, dtype=torch.int32, device="cpu")  # whatever the default device is
-                self._active, self._flags = placed(active, self._device), flags
-            if is_capturing():
-                captured += [self._launches, self._active]
-            self._launches(self._active)
-        return True
+                by_device.setdefault(each.tensor.device, {})[number] = Target(each.tensor, _radius(each), layout)
+        return [Launches(targets, fix_mean=self._fix_mean, fix_norm=self._fix_norm) for targets in by_device.values()]
 
 
 def _fields(target: Target) -> list[int]:

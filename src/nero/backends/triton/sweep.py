@@ -80,7 +80,7 @@ class TritonSweep(Sweep):
                 has_changed = addresses is not self._uploaded[0] or self._words != self._uploaded[1]
                 source = self._upload.write(addresses + self._words if has_changed else None)
                 self._uploaded = ([], [])  # unknown, should this step fail
-                self._launch(source, self._tables.changing, stream, self._generator)
+                self._launch(source, self._tables.changing, stream, self.generator)
                 self._uploaded = (addresses, self._words)
 
     def _launch(self, source: Tensor, changing: Tensor, stream: int, generator: torch.Generator | None) -> None:

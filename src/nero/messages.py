@@ -1,15 +1,19 @@
-"""Options of other optimisers, and what to do with Nero instead.
+"""Messages to users: warnings that point to their line, and remedies.
 
 This module imports no torch, so that :mod:`nero.jax` has the same texts.
 """
 
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from functools import wraps
 from reprlib import repr as repr_of  # short, also of a whole model
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_OWN = ("nero", "torch")
 
 #: Options of other optimisers, and what to do with Nero instead. With torch, they are dropped where they ask for
 #: nothing: 0, False or None.
@@ -26,6 +30,31 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "capturable": "leave it out, since a step of Nero can always be captured in a CUDA graph",
     "differentiable": "a step of Nero cannot be differentiated: leave it out",
 }
+
+
+def warn(message: str) -> None:
+    """Warn at the first frame outside of this package and torch, whose schedulers and hooks wrap an optimiser."""
+    frame, level = sys._getframe(1), 2  # level 2 is the caller of this function
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def and_more(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def how_to_install(extra: str) -> str:
+    """Return the command that installs an extra, for error messages.
+
+    The package is on no index yet. A package of its name there would be somebody else's, so only a clone will do.
+
+    Example:
+        >>> print(how_to_install("cpu"))
+        pip install '.[cpu]' in a clone of nero-optim
+    """
+    return f"pip install '.[{extra}]' in a clone of nero-optim"
 
 
 def explain_positional_options(where: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

@@ -257,7 +257,7 @@ class Nero(UnseenState):
         state = self._state if self._sight.is_seen else None  # None: nobody can have changed it
         if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
-            self._entrance.end()
+            self._entrance.end(self._state)
             if self._plan is None:
                 read_norms(self.parts(), self._state)
             self._plan = LocalPlan(self.param_groups, self._state, self._role, self._plan)
@@ -423,6 +423,7 @@ class Nero(UnseenState):
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self._state[part.parameter].update(state)
+        self._entrance.note_scales(parts)
 
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""

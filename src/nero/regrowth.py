@@ -19,7 +19,8 @@ from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.roles import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
-from nero.sharding import local_of, sharding_of
+from nero.sharding import is_sharded, local_of, sharding_of
+from nero.state import initial_scale
 from nero.user_warnings import and_more, warn
 
 #: Copies of more elements are not made: a fresh network would be held twice.
@@ -45,12 +46,21 @@ class Copy(NamedTuple):
 
 
 class Entrance:
-    """Assumptions of an optimiser about neurons that may have grown from zero, kept until its first step."""
+    """What an optimiser has read from its parameters, and may have to read again before its first step.
+
+    This is about neurons that may have grown from zero, and about the scales of gains and biases.
+    """
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
         self._kept: list[str] = []  # names of parameters whose short neurons were kept
         self._stretched: list[tuple[Tensor, int]] = []  # parameters with grown neurons but no copies, and versions
+        self._scaled: list[tuple[Part, int]] = []  # gains and biases, and their versions when their scale was read
+
+    def note_scales(self, parts: Iterable[Part]) -> None:
+        """Note when the scales of gains and biases were read. Those of shards are not read again: all would have to."""
+        plain = (part for part in parts if part.role.kind != "neuron" and not is_sharded(part.parameter))
+        self._scaled += [(part, part.parameter._version) for part in plain]
 
     def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
         """Find the neurons that have grown from zero, before the parameters are balanced. Return masks of them."""
@@ -65,14 +75,28 @@ class Entrance:
         """Undo the balancing of the neurons that grew from zero according to a loaded state."""
         restore(self._copies, loaded)
         self._kept = []
+        # Accelerate loads the optimiser's own state, before the first step
+        self._scaled = [
+            (part, version)
+            for part, version in self._scaled
+            if float(loaded.get(part.parameter, {}).get("step", 0)) == 0
+        ]
         for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
             radius = loaded.get(parameter, {}).get("radius")
             is_readable = can_read(parameter) and not parameter.is_inference()
             if radius is not None and is_readable and bool((local_of(radius) < 0).any()):
                 self._stretched.append((parameter, parameter._version))
 
-    def end(self) -> None:
-        """Warn of assumptions that no checkpoint has confirmed, and forget them."""
+    @torch.no_grad()
+    def end(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Read scales again if values have changed, warn of assumptions that no checkpoint has confirmed, forget both.
+
+        DistributedDataParallel changes values: it sends those of one process to the others. All scales must be equal.
+        """
+        for part, version in self._scaled:
+            scale = state.get(part.parameter, {}).get("scale")
+            if scale is not None and part.parameter._version != version and can_read(part.parameter):
+                scale.copy_(initial_scale(part.parameter, part.role))  # in place: captured graphs hold the address
         if self._kept:
             warn(
                 f"neurons of {and_more(self._kept)} are shorter than one, and other layers are balanced, so they are "
@@ -84,7 +108,7 @@ class Entrance:
                 "neurons that have grown from zero were stretched to norm one when the optimiser was made, before its "
                 "checkpoint told of them: load the model's state_dict again, after the optimiser's"
             )
-        self._copies, self._kept, self._stretched = [], [], []
+        self._copies, self._kept, self._stretched, self._scaled = [], [], [], []
 
 
 @torch.no_grad()

@@ -37,11 +37,16 @@ def initial_state(
         fix_norm = bool(options["fix_norm"])
         balance_tensor_(parameter, role, fix_mean=options["fix_mean"], fix_norm=fix_norm, radius=radius)
     else:
-        size = sharding.mean(parameter.to(dtype).abs())
-        # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
-        state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        state["scale"] = initial_scale(parameter, role)
     match_momentum(parameter, role, state, options["momentum"])
     return state
+
+
+def initial_scale(parameter: Tensor, role: Role) -> Tensor:
+    """Return the scale of a tensor of gains or biases, from their values."""
+    size = sharding_of(parameter, role).mean(parameter.to(statistics_dtype(parameter.dtype)).abs())
+    # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
+    return size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
 
 
 @torch.inference_mode(False)  # as above

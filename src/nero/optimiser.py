@@ -423,7 +423,7 @@ class Nero(UnseenState):
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self._state[part.parameter].update(state)
-        self._entrance.note_scales(parts)
+        self._entrance.note_sizes(parts)
 
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""

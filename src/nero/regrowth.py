@@ -48,19 +48,19 @@ class Copy(NamedTuple):
 class Entrance:
     """What an optimiser has read from its parameters, and may have to read again before its first step.
 
-    This is about neurons that may have grown from zero, and about the scales of gains and biases.
+    This is about neurons that may have grown from zero, the scales of gains and biases, and norms to be kept.
     """
 
     def __init__(self) -> None:
         self._copies: list[Copy] = []
         self._kept: list[str] = []  # names of parameters whose short neurons were kept
         self._stretched: list[tuple[Tensor, int]] = []  # parameters with grown neurons but no copies, and versions
-        self._scaled: list[tuple[Part, int]] = []  # gains and biases, and their versions when their scale was read
+        self._read: list[tuple[Part, int]] = []  # parameters whose size the state holds, and their versions then
 
-    def note_scales(self, parts: Iterable[Part]) -> None:
-        """Note when the scales of gains and biases were read. Those of shards are not read again: all would have to."""
-        plain = (part for part in parts if part.role.kind != "neuron" and not is_sharded(part.parameter))
-        self._scaled += [(part, part.parameter._version) for part in plain]
+    def note_sizes(self, parts: Iterable[Part]) -> None:
+        """Note when scales and norms were read. Those of shards are not read again: all processes would have to."""
+        sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
+        self._read += [(part, part.parameter._version) for part in sized if not is_sharded(part.parameter)]
 
     def grown(self, parts: Sequence[Part]) -> dict[Tensor, Tensor]:
         """Find the neurons that have grown from zero, before the parameters are balanced. Return masks of them."""
@@ -76,10 +76,8 @@ class Entrance:
         restore(self._copies, loaded)
         self._kept = []
         # Accelerate loads the optimiser's own state, before the first step
-        self._scaled = [
-            (part, version)
-            for part, version in self._scaled
-            if float(loaded.get(part.parameter, {}).get("step", 0)) == 0
+        self._read = [
+            (part, version) for part, version in self._read if float(loaded.get(part.parameter, {}).get("step", 0)) == 0
         ]
         for parameter in (copy.parameter for copy in self._copies if copy.elements is None):
             radius = loaded.get(parameter, {}).get("radius")
@@ -89,14 +87,18 @@ class Entrance:
 
     @torch.no_grad()
     def end(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Read scales again if values have changed, warn of assumptions that no checkpoint has confirmed, forget both.
+        """Read sizes again if values have changed, warn of assumptions that no checkpoint has confirmed, forget both.
 
-        DistributedDataParallel changes values: it sends those of one process to the others. All scales must be equal.
+        DistributedDataParallel changes values: it sends those of one process to the others. Their state must be equal.
         """
-        for part, version in self._scaled:
-            scale = state.get(part.parameter, {}).get("scale")
-            if scale is not None and part.parameter._version != version and can_read(part.parameter):
-                scale.copy_(initial_scale(part.parameter, part.role))  # in place: captured graphs hold the address
+        for (_, parameter, role, _), version in self._read:
+            own = state.get(parameter, {})
+            if parameter._version == version or not can_read(parameter):
+                continue
+            if "scale" in own:
+                own["scale"].copy_(initial_scale(parameter, role))  # in place: captured graphs hold the address
+            elif "radius" in own:
+                own["radius"].copy_(own_radius(parameter, role))
         if self._kept:
             warn(
                 f"neurons of {and_more(self._kept)} are shorter than one, and other layers are balanced, so they are "
@@ -108,7 +110,7 @@ class Entrance:
                 "neurons that have grown from zero were stretched to norm one when the optimiser was made, before its "
                 "checkpoint told of them: load the model's state_dict again, after the optimiser's"
             )
-        self._copies, self._kept, self._stretched, self._scaled = [], [], [], []
+        self._copies, self._kept, self._stretched, self._read = [], [], [], []
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 A new optimiser cannot tell such a neuron from one that was never balanced. If another layer of the model is balanced,
 Nero has trained the model, and the optimiser keeps short neurons as they are. Otherwise it copies and balances them.
 A checkpoint that is loaded later marks the neurons that grew, and the copies of these are written back.
+
+Sizes that the state holds (scales, and norms to be kept) are read again if values change before the first step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

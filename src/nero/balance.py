@@ -283,7 +283,8 @@ def centred_weight_norm(module: nn.Module, name: str = "weight") -> nn.Module:
     """
     own = dict(module.named_parameters(recurse=False))
     if name not in own:
-        raise ValueError(f"{type(module).__name__} has no parameter {name!r} of its own; it has {', '.join(own)}")
+        names = ", ".join(own) or "none"
+        raise ValueError(f"{type(module).__name__} has no parameter {name!r} of its own; it has {names}")
     role = roles_of(module)[name]
     if role.kind != "neuron":
         raise ValueError(f"{type(module).__name__}.{name} is a {role.kind} ({role.why}): it has no fan-in to centre")

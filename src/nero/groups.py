@@ -90,7 +90,7 @@ def check_params(params: object) -> None:
         raise TypeError(
             "expected a module, parameters or a list of groups, got a tensor: put it into a list, as in [tensor]"
         )
-    if params is None or isinstance(params, str):
+    if isinstance(params, str) or not (isinstance(params, (nn.Module, Iterable)) or callable(params)):
         raise TypeError(f"expected a module, parameters or a list of groups, got {params!r}")
     if callable(params) and not isinstance(params, nn.Module):
         raise TypeError(f"expected a module or parameters, got {params!r}: call it first, as in model.parameters()")

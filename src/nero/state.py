@@ -20,7 +20,7 @@ from nero.radius import initial_radius, own_radius
 from nero.role import Role
 from nero.rounding import Noise, noise_of
 from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
-from nero.sharding import local_of, sharding_of
+from nero.sharding import is_sharded, local_of, sharding_of
 
 
 @torch.inference_mode(False)  # tensors created in inference mode are read-only outside it
@@ -44,11 +44,16 @@ def initial_state(
         fix_norm = bool(options["fix_norm"])
         balance_tensor_(parameter, role, fix_mean=options["fix_mean"], fix_norm=fix_norm, radius=radius)
     else:
-        size = sharding.mean(parameter.to(dtype).abs())
-        # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
-        state["scale"] = size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
+        state["scale"] = initial_scale(parameter, role)
     match_momentum(parameter, role, state, options["momentum"])
     return state
+
+
+def initial_scale(parameter: Tensor, role: Role) -> Tensor:
+    """Return the scale of a tensor of gains or biases, from their values."""
+    size = sharding_of(parameter, role).mean(parameter.to(statistics_dtype(parameter.dtype)).abs())
+    # a gain is a factor: it must be able to open, also from zero or from LayerScale's 1e-6
+    return size.clamp_min(1.0) if role.kind == "gain" else torch.where(size > 0, size, SCALE_AT_ORIGIN)
 
 
 @torch.inference_mode(False)  # as above
@@ -97,6 +102,40 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
             continue
         if can_read(parameter) and float(own["step"]) == 0:
             local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
+
+
+class Sizes:
+    """Scales and norms as they were when parameters entered, to be read again if values change before the first step.
+
+    DistributedDataParallel changes values: it sends those of one process to the others. Their state must be equal.
+    """
+
+    def __init__(self) -> None:
+        self._read: list[tuple[Part, int]] = []  # parameters, and their versions when they were read
+
+    def note(self, parts: Iterable[Part]) -> None:
+        """Note parameters whose scales or norms were read. Shards are left out: all processes would have to join."""
+        sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
+        self._read += [(part, part.parameter._version) for part in sized if not is_sharded(part.parameter)]
+
+    def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Forget parameters that a loaded state has moved. Accelerate also loads states before the first step."""
+        own = ((part, version, loaded.get(part.parameter, {})) for part, version in self._read)
+        self._read = [(part, version) for part, version, state in own if not state or float(state["step"]) == 0]
+
+    @torch.no_grad()
+    def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Update the state of parameters that have changed, and forget all."""
+        for (_, parameter, role, _), version in self._read:
+            own = state.get(parameter, {})
+            if parameter._version == version or not can_read(parameter):
+                continue
+            # in place: captured graphs hold the address
+            if "scale" in own:
+                own["scale"].copy_(initial_scale(parameter, role))
+            elif "radius" in own:
+                own["radius"].copy_(own_radius(parameter, role))
+        self._read = []
 
 
 def groups_of(

@@ -260,6 +260,13 @@ def test_count_depth_serves_groups_made_by_hand():
     assert {group["depth"] for group in optimiser.param_groups} == {3.0}
 
 
+def test_module_that_is_gone_before_the_count_is_named():
+    actor, critic = nn.Linear(8, 2), nn.Linear(8, 1)
+    optimiser = nero.Nero(nn.ModuleList([actor, critic]), lr="auto")
+    with pytest.raises(RuntimeError, match=r"the module that the optimiser was made with is gone"):
+        optimiser.step()
+
+
 def test_depth_counted_as_the_error_advises_equals_auto():
     """The depth of a network that adds branches depends on the weights, so they must be balanced first."""
     torch.manual_seed(0)

@@ -384,6 +384,8 @@ def test_nero_trains_behind_centred_weight_norm():
 def test_centred_weight_norm_without_neurons_raises(name: str, message: str):
     with pytest.raises(ValueError, match=message):
         nero.centred_weight_norm(nn.Linear(3, 2), name)
+    with pytest.raises(ValueError, match="ReLU has no parameter 'weight' of its own; it has none"):
+        nero.centred_weight_norm(nn.ReLU())
 
 
 def test_projection_of_grouped_view_is_per_channel():

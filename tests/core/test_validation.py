@@ -398,6 +398,7 @@ def test_role_given_to_the_constructor_raises():
 @pytest.mark.parametrize(
     ("params", "message"),
     [
+        (3, "expected a module, parameters or a list of groups, got 3"),
         (nn.Linear, "Linear.*call it first"),
         (nn.Linear(3, 2).parameters, "call it first"),
         ({"params": []}, r"got a dict.*\[group\]"),
@@ -408,7 +409,7 @@ def test_role_given_to_the_constructor_raises():
         ([("table", torch.arange(6))], r"table is a tensor of torch\.int64.*\.float\(\)"),
         ([torch.ones(3, dtype=torch.bool)], r"torch\.bool"),
     ],
-    ids=["class", "method", "dict", "group", "tensor", "modules", "group of modules", "integers", "bools"],
+    ids=["number", "class", "method", "dict", "group", "tensor", "modules", "group of modules", "integers", "bools"],
 )
 def test_params_of_wrong_kind_raises_with_remedy(params, message: str):
     with pytest.raises(TypeError, match=message):

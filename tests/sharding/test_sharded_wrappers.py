@@ -287,6 +287,29 @@ def shard_optimiser() -> tuple[list[str], list[str], float]:
     return messages[0], messages[1], off
 
 
+@pytest.mark.parametrize("is_reloaded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"fix_norm": "initial"}, {"pretrained": True}])
+def test_replicas_wrapped_after_the_optimiser_stay_equal(options: dict[str, Any], is_reloaded: bool, pools: Pools):
+    """Each rank draws other weights; DistributedDataParallel then sends those of the first rank to all."""
+    bits = pools.run(2, wrap_late, options, is_reloaded)
+    assert bits[0] == bits[1]
+
+
+def wrap_late(options: dict[str, Any], is_reloaded: bool) -> list[float]:
+    """Construct Nero, then wrap the model; return the weights after some steps."""
+    torch.manual_seed(distributed.get_rank())
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimiser = nero.Nero(model, **options)
+    parallel = nn.parallel.DistributedDataParallel(model)
+    if is_reloaded:  # as Accelerate does
+        optimiser.load_state_dict(optimiser.state_dict())
+    for _ in range(3):
+        optimiser.zero_grad()
+        parallel(torch.randn(8, 4)).square().mean().backward()
+        optimiser.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_changes_to_shards_between_steps_are_seen(axis: int, pools: Pools):
     pools.run(2, change_between_steps, axis)

@@ -92,6 +92,11 @@ class DepthCounter:
             return f" ({self._reason})" + (by_hand if "sharded model" in self._reason else "")
         hook = self._hook
         model = None if hook is None else hook.model()
+        if hook is not None and model is None:
+            return (
+                ", since the module that the optimiser was made with is gone: keep it, and run it as a whole; or count "
+                f"by {_BY_HAND}"
+            )
         own = set() if model is None else self._shared_with(model)
         if hook is None or model is None or not any(id(each) in own for group in waiting for each in group["params"]):
             return (

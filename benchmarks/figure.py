@@ -110,7 +110,7 @@ def draw_bars(axes: Axes, rows: list[Row], bandwidth: float | None) -> None:
     axes.invert_yaxis()
     title = "A step: time, and share of the bandwidth of a copy" if bandwidth else "A step: time"
     axes.set_title(title, fontsize=9.5, loc="left")
-    _label_axis(axes, f"{unit} per parameter (Adam moves 28 bytes, the others 12)")
+    _label_axis(axes, f"{unit} per parameter (at least 28 bytes for Adam, 12 for the others)")
 
 
 def draw_growth(middle: Axes, right: Axes, rows: list[Row], bandwidth: float | None, note: str) -> None:

@@ -79,6 +79,9 @@ def _dress(axes: Axes, title: str, label: str, x_scale: str, y_scale: str) -> No
     axes.set_title(title, fontsize=9.5, loc="left")
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7.5, loc="center right" if x_scale == y_scale == "log" else "best")
+    if x_scale == y_scale == "log":  # lines fall on the left and rise on the right
+        axes.legend(frameon=False, fontsize=7.5, loc="lower right", bbox_to_anchor=(1.04, 0.09), handlelength=1)
+    else:
+        axes.legend(frameon=False, fontsize=7.5)
     if title.startswith("Test error"):
         axes.yaxis.set_major_formatter("{x:g} %")

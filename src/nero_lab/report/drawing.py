@@ -180,3 +180,4 @@ def draw_paper_strip(axes: Axes, entries: list[Entry], facts: Published) -> None
     top: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "top"}
     axes.text((start + end) / 2, 0.985, "paper", color=GREY, fontsize=SMALL_PT, **top)
     axes.set_xlim(0, end)
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick < start])

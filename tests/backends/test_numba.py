@@ -7,6 +7,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numba
 import pytest
@@ -154,6 +155,26 @@ def test_cached_loops_follow_all_sources(tmp_path: Path):
         command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(tmp_path)}
         found.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
     assert found == ["8.0 0\n", "8.0 1\n", "8.0 0\n"]
+
+
+def test_cached_loops_give_the_bits_of_compiled_ones(tmp_path: Path):
+    """A process that compiles the loops, and one that finds them in the cache, take the same step."""
+    code = (
+        "import hashlib, nero, torch\n"
+        "torch.manual_seed(0)\n"
+        "weights = [torch.nn.Parameter(torch.randn(64, size)) for size in (147, 1152)]\n"
+        "groups = [{'params': [weight], 'momentum': momentum} for weight, momentum in zip(weights, (0.0, 0.9))]\n"
+        "optimiser = nero.Nero(groups, backend='numba')\n"
+        "for weight in weights:\n"
+        "    weight.grad = torch.randn_like(weight)\n"
+        "optimiser.step()\n"
+        "print(*(hashlib.sha256(weight.detach().numpy()).hexdigest() for weight in weights))"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "env": environment}
+    compiling, cached = (subprocess.run([sys.executable, "-c", code], **options) for _ in range(2))
+    assert compiling.stdout == cached.stdout
+    assert ("numba compiles" in compiling.stderr) > ("numba compiles" in cached.stderr)
 
 
 def test_numba_missing_raises_with_the_remedy():

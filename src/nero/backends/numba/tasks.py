@@ -55,9 +55,14 @@ TASK = np.dtype(
 
 # not called from Python, so they compile sooner
 subroutine = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-# sums in any order are vectorised; NaN and infinity keep their meaning
+# sums in any order are vectorised; NaN and infinity keep their meaning. Inlined, because a call from code that was just
+# compiled may reach another copy, with sums in another order, than a call from the cache
 vector_subroutine = numba.njit(
-    error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath={"reassoc", "contract", "nsz"}
+    error_model="numpy",
+    no_cpython_wrapper=True,
+    no_cfunc_wrapper=True,
+    forceinline=True,
+    fastmath={"reassoc", "contract", "nsz"},
 )
 
 

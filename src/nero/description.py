@@ -171,7 +171,7 @@ def describe(
         7,850 parameters in 2 tensors; 10 neurons
         state: 108 B for Nero, 62.8 kB for Adam, 0.17 % of it
         not balanced:
-          bias: it has no fan-in  bias
+          biases have no fan-in  bias
     """
     check_option("momentum", momentum)
     roles, named = roles_of(model, overrides), model.named_parameters()
@@ -214,7 +214,7 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     if "fan-in 1" in role.why:
         return "gain: its fan-in is 1"
     if role.kind != "neuron":
-        return f"{role.kind}: it has no fan-in"
+        return "gains have no fan-in" if role.kind == "gain" else "biases have no fan-in"
     if fan_in == 2:
         return "norm only: its fan-in is 2"
     if parameter.is_complex():

@@ -162,8 +162,8 @@ REASONS = {
     ),
     "fan-in 1": (lambda: nn.Linear(1, 3), "gain: its fan-in is 1"),
     "fan-in 2": (lambda: nn.Linear(2, 3), "norm only: its fan-in is 2"),
-    "gain": (lambda: nn.LayerNorm(3), "gain: it has no fan-in"),
-    "bias": (lambda: nn.PReLU(3), "bias: it has no fan-in"),
+    "gain": (lambda: nn.LayerNorm(3), "gains have no fan-in"),
+    "bias": (lambda: nn.PReLU(3), "biases have no fan-in"),
     "frozen": (lambda: nn.Linear(4, 3).requires_grad_(False), "frozen"),
     "frozen zeros": (lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM).requires_grad_(False), "frozen"),
     "bfloat16 constant": (
@@ -210,9 +210,9 @@ def test_reasons_list_names_and_cut_long_lists():
     section = str(nero.describe(frozen(model, "0.weight"))).partition("not balanced:\n")[2]
     assert section.splitlines() == [
         "  frozen                      0.weight",
-        "  bias: it has no fan-in      0-4.bias (5), 5.bias, 6.bias and 1 more",
+        "  biases have no fan-in       0-4.bias (5), 5.bias, 6.bias and 1 more",
         "  norm only: its fan-in is 2  6.weight",
-        "  gain: it has no fan-in      7.weight",
+        "  gains have no fan-in        7.weight",
         "balancing" + section.partition("balancing")[2],
     ]
     assert "not balanced" not in str(nero.describe(nn.Linear(4, 3, bias=False)))
@@ -316,9 +316,9 @@ def test_text_of_small_model_in_full():
         "1,232,898 parameters in 5 tensors; 1,026 neurons",
         "state: 12.4 kB for Nero, 9.86 MB for Adam, 0.13 % of it",
         "not balanced:",
-        "  gain: it has no fan-in  1.weight",
-        "  bias: it has no fan-in  1.bias",
-        "  frozen                  2.bias",
+        "  gains have no fan-in   1.weight",
+        "  biases have no fan-in  1.bias",
+        "  frozen                 2.bias",
     ]
 
 

@@ -118,17 +118,14 @@ class Sizes:
         sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
         self._read += [(part, part.parameter._version) for part in sized if not is_sharded(part.parameter)]
 
-    def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Forget parameters that a loaded state has moved. Accelerate also loads states before the first step."""
-        own = ((part, version, loaded.get(part.parameter, {})) for part, version in self._read)
-        self._read = [(part, version) for part, version, state in own if not state or float(state["step"]) == 0]
-
     @torch.no_grad()
     def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Update the state of parameters that have changed, and forget all."""
+        """Update the state of parameters that have changed, and forget all. Loaded or compiled steps count as steps."""
         for (_, parameter, role, _), version in self._read:
-            own = state.get(parameter, {})
-            if parameter._version == version or not can_read(parameter):
+            own = state.get(parameter)
+            if not has_entered(own) or not can_read(parameter) or parameter._version == version:
+                continue
+            if float(own["step"]) > 0:
                 continue
             # in place: captured graphs hold the address
             if "scale" in own:

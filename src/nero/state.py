@@ -16,6 +16,7 @@ from nero.groups import Part, name_of
 from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
+from nero.process import is_one_of_several
 from nero.radius import initial_radius, own_radius
 from nero.role import Role
 from nero.rounding import Noise, noise_of
@@ -107,7 +108,7 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
 class Sizes:
     """Scales and norms as they were when parameters entered, to be read again if values change before the first step.
 
-    DistributedDataParallel changes values: it sends those of one process to the others. Their state must be equal.
+    Replicas must have equal state, and most trainers send the values of one process to the others.
     """
 
     def __init__(self) -> None:
@@ -121,9 +122,10 @@ class Sizes:
     @torch.no_grad()
     def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Update the state of parameters that have changed, and forget all. Loaded or compiled steps count as steps."""
+        has_versions = not is_one_of_several()  # a broadcast raises none
         for (_, parameter, role, _), version in self._read:
             own = state.get(parameter)
-            if not has_entered(own) or not can_read(parameter) or parameter._version == version:
+            if not has_entered(own) or not can_read(parameter) or (has_versions and parameter._version == version):
                 continue
             if float(own["step"]) > 0:
                 continue

@@ -115,9 +115,13 @@ class Sizes:
         self._read: list[tuple[Part, int]] = []  # parameters, and their versions when they were read
 
     def note(self, parts: Iterable[Part]) -> None:
-        """Note parameters whose scales or norms were read. Shards are left out: all processes would have to join."""
+        """Note parameters whose scales or norms were read or loaded.
+
+        Shards are left out: all processes would have to join.
+        """
         sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
-        self._read += [(part, part.parameter._version) for part in sized if not is_sharded(part.parameter)]
+        plain = (part for part in sized if not is_sharded(part.parameter) and not part.parameter.is_inference())
+        self._read += [(part, part.parameter._version) for part in plain]
 
     @torch.no_grad()
     def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:

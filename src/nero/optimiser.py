@@ -373,7 +373,7 @@ class Nero(UnseenState):
         self._state.update(loaded)
         self._sight.is_seen = False  # all of it is new
         self._regrowth.load(loaded)
-        self._sizes.load(loaded)
+        self._sizes.note(part for part in self.parts() if part.parameter in loaded)
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""

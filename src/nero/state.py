@@ -16,6 +16,7 @@ from nero.groups import Part, name_of
 from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
+from nero.process import is_one_of_several
 from nero.radius import initial_radius, own_radius
 from nero.role import Role
 from nero.rounding import Noise, noise_of
@@ -107,28 +108,30 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
 class Sizes:
     """Scales and norms as they were when parameters entered, to be read again if values change before the first step.
 
-    DistributedDataParallel changes values: it sends those of one process to the others. Their state must be equal.
+    Replicas must have equal state, and most trainers send the values of one process to the others.
     """
 
     def __init__(self) -> None:
         self._read: list[tuple[Part, int]] = []  # parameters, and their versions when they were read
 
     def note(self, parts: Iterable[Part]) -> None:
-        """Note parameters whose scales or norms were read. Shards are left out: all processes would have to join."""
-        sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
-        self._read += [(part, part.parameter._version) for part in sized if not is_sharded(part.parameter)]
+        """Note parameters whose scales or norms were read or loaded.
 
-    def load(self, loaded: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Forget parameters that a loaded state has moved. Accelerate also loads states before the first step."""
-        own = ((part, version, loaded.get(part.parameter, {})) for part, version in self._read)
-        self._read = [(part, version) for part, version, state in own if not state or float(state["step"]) == 0]
+        Shards are left out: all processes would have to join.
+        """
+        sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
+        plain = (part for part in sized if not is_sharded(part.parameter) and not part.parameter.is_inference())
+        self._read += [(part, part.parameter._version) for part in plain]
 
     @torch.no_grad()
     def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Update the state of parameters that have changed, and forget all."""
+        """Update the state of parameters that have changed, and forget all. Loaded or compiled steps count as steps."""
+        has_versions = not is_one_of_several()  # a broadcast raises none
         for (_, parameter, role, _), version in self._read:
-            own = state.get(parameter, {})
-            if parameter._version == version or not can_read(parameter):
+            own = state.get(parameter)
+            if not has_entered(own) or not can_read(parameter) or (has_versions and parameter._version == version):
+                continue
+            if float(own["step"]) > 0:
                 continue
             # in place: captured graphs hold the address
             if "scale" in own:

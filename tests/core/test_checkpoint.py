@@ -81,6 +81,20 @@ def test_checkpoint_with_empty_frozen_state_loads():
     assert len(loaded.state) == len(optimiser.state) - 2
 
 
+def test_foreign_state_of_a_frozen_parameter_loads_where_it_trains():
+    model = network()
+    frozen = model[4].bias.requires_grad_(False)
+    optimiser = nero.Nero(model)
+    optimiser.state[frozen]["who"] = "me"
+    saved = optimiser.state_dict()
+    frozen.requires_grad_(True)
+    loaded = nero.Nero(model)
+    loaded.load_state_dict(saved)
+    train(model, loaded, range(2))
+    assert loaded.state[frozen]["step"] == 2
+    assert loaded.state[frozen]["who"] == "me"
+
+
 def test_foreign_state_is_loaded_as_saved():
     model = network()
     optimiser = nero.Nero(model)

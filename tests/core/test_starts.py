@@ -288,6 +288,17 @@ def test_compiled_steps_before_a_plain_one_keep_the_state():
     assert {float(state["step"]) for state in optimiser.state.values()} == {3}
 
 
+def test_compiled_steps_before_a_plain_one_keep_the_scales():
+    model = nn.LayerNorm(6)
+    nn.init.constant_(model.weight, 3.0)
+    optimiser = nero.Nero(model, lr=0.1)
+    step = torch.compile(optimiser.step, backend="eager")
+    model(torch.randn(4, 6)).square().sum().backward()
+    for call in (step, optimiser.step):
+        call()
+    assert optimiser.state[model.weight]["scale"].item() == 3.0
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_layer_without_inputs_trains_with_initial_norms():
     model = nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 2))

@@ -287,25 +287,38 @@ def shard_optimiser() -> tuple[list[str], list[str], float]:
     return messages[0], messages[1], off
 
 
-@pytest.mark.parametrize("is_reloaded", [False, True])
+@pytest.mark.parametrize("reload", ["never", "at once", "later"])
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "by-hand"])
 @pytest.mark.parametrize("options", [{}, {"fix_norm": "initial"}, {"pretrained": True}])
-def test_replicas_wrapped_after_the_optimiser_stay_equal(options: dict[str, Any], is_reloaded: bool, pools: Pools):
-    """Each rank draws other weights; DistributedDataParallel then sends those of the first rank to all."""
-    bits = pools.run(2, wrap_late, options, is_reloaded)
+def test_replicas_made_after_the_optimiser_stay_equal(
+    options: dict[str, Any], is_wrapped: bool, reload: str, pools: Pools
+):
+    """Each rank draws other weights; DistributedDataParallel, or a broadcast, then sends those of the first to all."""
+    bits = pools.run(2, replicate_late, options, is_wrapped, reload)
     assert bits[0] == bits[1]
 
 
-def wrap_late(options: dict[str, Any], is_reloaded: bool) -> list[float]:
-    """Construct Nero, then wrap the model; return the weights after some steps."""
+def replicate_late(options: dict[str, Any], is_wrapped: bool, reload: str) -> list[float]:
+    """Construct Nero, then make the model a replica; return the weights after some steps."""
     torch.manual_seed(distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimiser = nero.Nero(model, **options)
-    parallel = nn.parallel.DistributedDataParallel(model)
-    if is_reloaded:  # as Accelerate does
-        optimiser.load_state_dict(optimiser.state_dict())
-    for _ in range(3):
+    parallel: nn.Module = model
+    if is_wrapped:
+        parallel = nn.parallel.DistributedDataParallel(model)
+    else:
+        for parameter in model.parameters():
+            distributed.broadcast(parameter.data, 0)
+    start = copy.deepcopy((model.state_dict(), optimiser.state_dict()))
+    for step in range(3):
+        if (reload, step) in (("at once", 0), ("later", 1)):  # as Accelerate does, and as learning rate finders do
+            model.load_state_dict(start[0])
+            optimiser.load_state_dict(start[1])
         optimiser.zero_grad()
         parallel(torch.randn(8, 4)).square().mean().backward()
+        if not is_wrapped:
+            for parameter in model.parameters():
+                distributed.all_reduce(parameter.grad)
         optimiser.step()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 

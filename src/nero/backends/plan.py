@@ -65,7 +65,7 @@ class Plan:
         self._states = list(state.values())
         members = [member for group in groups for member in group.members]
         self._entered = [member.state for member in members]
-        self._idle = [parameter for parameter in self._parameters if not has_entered(state.get(parameter))]
+        self._waiting = [parameter for parameter in self._parameters if not has_entered(state.get(parameter))]
         self._is_retired = False
         shards = [member.holder for member in members if isinstance(member.holder, Shard)]
         self._shards, self.has_shards = Shards(shards) if shards else None, bool(shards)
@@ -92,7 +92,7 @@ class Plan:
             and list(map(len, map(_params, param_groups))) == self._counts
             and all(map(is_, chain.from_iterable(map(_params, param_groups)), self._parameters))
             and (state is None or self._has_state(state))
-            and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._idle)
+            and not any(parameter.grad is not None and parameter.requires_grad for parameter in self._waiting)
             and (self._shards is None or self._shards.are_current())
         )
 

@@ -85,7 +85,7 @@ class Nero(UnseenState):
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to the norm it enters with. A neuron that enters
             as zero is held to a norm of at most one. By default True, or ``"initial"`` if ``pretrained``.
         scale: σ, what a step's size is relative to. By default a neuron's norm, and for gains and biases their mean
-            absolute value when they enter, but at least one for gains, and 0.01 for biases that are zero.
+            absolute value before their first step, at least one for gains, and 0.01 for biases that are zero.
         gain_penalty: λ of the penalty λ/2 (γ - 1)² on every gain γ, added to the loss (Section 5.6). Shapes do not
             tell gains from biases: give the module, or the role.
         maximize: ascend instead of descend.

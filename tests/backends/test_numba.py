@@ -7,7 +7,6 @@ import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numba
 import pytest
@@ -140,41 +139,23 @@ def test_compilation_is_announced_once(monkeypatch: pytest.MonkeyPatch, caplog: 
     ]
 
 
-def test_cached_loops_follow_all_sources(tmp_path: Path):
+def test_cached_loops_follow_all_sources_and_give_the_same_bits(tmp_path: Path):
     package = tmp_path / "nero"
     shutil.copytree(Path(nero.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     code = (
         "import numpy as np\nfrom nero.backends.numba.loops import sum_rows\n"
-        "rows, sums = np.ones((1, 8), np.float32), np.empty((5, 1))\nsum_rows(rows, rows, sums)\n"
-        "print(sums[0, 0], sum(sum_rows.stats.cache_hits.values()))"
+        "rows, sums = np.random.default_rng(0).random((9, 1152), np.float32), np.empty((5, 9))\n"
+        "sum_rows(rows, rows, sums)\nprint(sums.tobytes().hex(), sum(sum_rows.stats.cache_hits.values()))"
     )
     found = []
     for comment in ("", "", "# another source"):
         with (package / "backends/numba/float64.py").open("a") as source:
             source.write(comment)
         command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(tmp_path)}
-        found.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
-    assert found == ["8.0 0\n", "8.0 1\n", "8.0 0\n"]
-
-
-def test_cached_loops_give_the_bits_of_compiled_ones(tmp_path: Path):
-    """A process that compiles the loops, and one that finds them in the cache, take the same step."""
-    code = (
-        "import hashlib, nero, torch\n"
-        "torch.manual_seed(0)\n"
-        "weights = [torch.nn.Parameter(torch.randn(64, size)) for size in (147, 1152)]\n"
-        "groups = [{'params': [weight], 'momentum': momentum} for weight, momentum in zip(weights, (0.0, 0.9))]\n"
-        "optimiser = nero.Nero(groups, backend='numba')\n"
-        "for weight in weights:\n"
-        "    weight.grad = torch.randn_like(weight)\n"
-        "optimiser.step()\n"
-        "print(*(hashlib.sha256(weight.detach().numpy()).hexdigest() for weight in weights))"
-    )
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "check": True, "env": environment}
-    compiling, cached = (subprocess.run([sys.executable, "-c", code], **options) for _ in range(2))
-    assert compiling.stdout == cached.stdout
-    assert ("numba compiles" in compiling.stderr) > ("numba compiles" in cached.stderr)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        found.append(done.stdout.split())
+    assert [hits for _, hits in found] == ["0", "1", "0"]
+    assert len({bits for bits, _ in found}) == 1
 
 
 def test_numba_missing_raises_with_the_remedy():

@@ -1,7 +1,6 @@
 """Many runs: resumed after an interrupt, side by side, chosen by the protocol, in processes, and not yet made."""
 
 import gc
-import math
 import re
 import signal
 import subprocess
@@ -394,25 +393,31 @@ def test_plan_of_every_study_is_made():
         assert all(isinstance(settings, Settings) for cell in cells for settings in cell.missing)
 
 
-def test_processes_train_all_but_a_run_that_fails(tmp_path):
+def test_processes_train_all_but_a_run_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "STATUS_EVERY_S", 0.0)
     runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(3)], []
     broken = replace(runs[0], optimiser="none")
     with pytest.raises(StoreError, match="1 of 4 runs failed"):
         train_in_processes([broken, *runs], None, CPU, tmp_path, 2, minutes=9.0, say=lines.append, find=find_fast)
     assert "tiny, none at 0.01, seed 0 failed: KeyError('none')" in lines
     assert lines[-1] == f"3 of 4 runs done; records in {tmp_path}"
+    for first in (f"tiny, nero at 0.01, seed {seed}: " for seed in range(3)):
+        start, end = (line for line in lines if line.startswith(first))
+        assert start == f"{first}starts"
+        assert re.fullmatch(rf"{first}train .*%, test .*% in \d+ s; \d of 4 done(, about \d+ s left)?", end)
+    assert any(re.fullmatch(r"\d under way, at \d+%.*; \d of 4 done.*", line) for line in lines)
+    assert any("; 1 of 4 done, about" in line for line in lines)
     alone = train(TASK, runs, make_data(), Store(tmp_path / "alone"), RecordingObserver())
     assert_close_records(read_records(tmp_path), alone)
     assert {record["side_by_side"] for record in read_records(tmp_path)} == {2}
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_interrupted_processes_save_their_runs(times, tmp_path):
+def test_processes_interrupted_twice_save_their_runs(tmp_path):
     runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(2)], []
 
     def say(line):
         lines.append(line)
-        if line.startswith("stopping") and times == 2:
+        if line.startswith("stopping"):
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
@@ -507,17 +512,6 @@ def test_runs_under_way_are_saved_after_the_minutes(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
     train(TASK, runs, make_data(), Store(tmp_path), RecordingObserver())
     assert [record["resumed"] > 0 for record in read_records(tmp_path)] == [True, False]
-
-
-def test_processes_say_which_runs_start_and_what_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(pool, "STATUS_EVERY_S", 0.0)
-    runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(2)], []
-    train_in_processes(runs, None, CPU, tmp_path, 1, minutes=math.inf, say=lines.append, find=find_fast)
-    first, second = (f"tiny, nero at 0.01, seed {seed}: " for seed in range(2))
-    assert [line for line in lines if line.startswith("tiny")][::2] == [f"{first}starts", f"{second}starts"]
-    assert any(re.fullmatch(r"1 under way, at \d+%; 0 of 2 done.*", line) for line in lines)
-    (done,) = (line for line in lines if line.startswith(first) and "; 1 of 2 done" in line)
-    assert re.fullmatch(rf"{first}train .*%, test .*% in \d+ s; 1 of 2 done, about \d+ s left", done)
 
 
 @pytest.mark.parametrize(("processes", "has_mps", "is_told"), [(2, False, True), (2, True, False), (1, False, False)])

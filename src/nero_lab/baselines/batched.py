@@ -33,7 +33,7 @@ class Batched(torch.optim.Optimizer, ABC):
             self.state[parameter] = self.start(parameter, group)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self) -> None:  # type: ignore[override]  # no caller has a closure
         """Step every parameter that has a gradient."""
         for group in self.param_groups:
             batches: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

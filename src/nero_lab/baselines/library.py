@@ -124,7 +124,7 @@ class Together(torch.optim.Optimizer):
             self.state.update(part.state)
         self._share()
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self) -> None:  # type: ignore[override]  # no caller has a closure
         """Step every part."""
         for part in self.parts:
             part.step()

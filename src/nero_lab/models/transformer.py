@@ -160,8 +160,7 @@ class Translator(nn.Module):
         Args:
             pairs: (N, 2, L): source and target words, padded with blanks.
             positions: (2, T): positions in the flattened source and target to compute: words in order, then blanks;
-                None: all. See
-                :class:`Layout`. The logits of blanks must not enter the loss.
+                None: all. See :class:`Layout`. The logits of blanks must not enter the loss.
 
         Returns:
             Logits: (T, words), or (N, L, words) for all positions.

@@ -52,7 +52,7 @@ class Variant(torch.optim.Optimizer):
                         state["scale"] = state["scale"].clamp_min(gain_scale) if gain_scale else state["scale"]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self) -> None:  # type: ignore[override]  # no caller has a closure
         """Turn every neuron, and nudge every gain and bias."""
         for group in self.param_groups:
             for weight in group["params"]:

@@ -95,7 +95,8 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
 def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
     """Update the norms that pretrained neurons are held to, since weights may be loaded after the optimiser is made.
 
-    Neurons that have made a step keep their norms.
+    Neurons that have made a step keep their norms. Unlike :class:`Sizes`, this covers shards, and values that were set
+    through ``.data``: norms of pretrained neurons need no other process.
     """
     for _, parameter, role, group in parts:
         own = state.get(parameter, {})
@@ -106,9 +107,10 @@ def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
 
 
 class Sizes:
-    """Scales and norms as they were when parameters entered, to be read again if values change before the first step.
+    """Parameters whose scales and norms were read when they entered, and are read again if their values have changed.
 
-    Replicas must have equal state, and most trainers send the values of one process to the others.
+    Replicas must have equal state, and most trainers send the values of one process to the others. A copy of the
+    optimiser has no notes.
     """
 
     def __init__(self) -> None:
@@ -125,7 +127,10 @@ class Sizes:
 
     @torch.no_grad()
     def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Update the state of parameters that have changed, and forget all. Loaded or compiled steps count as steps."""
+        """Read scales and norms again where values have changed, then clear the notes.
+
+        Parameters that have made a step, compiled or loaded, are left alone.
+        """
         has_versions = not is_one_of_several()  # a broadcast raises none
         for (_, parameter, role, _), version in self._read:
             own = state.get(parameter)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from _thread import interrupt_main
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
@@ -57,7 +58,7 @@ def train_in_processes(
     """Train runs, each in one of several processes. A run that fails does not stop the others.
 
     Args:
-        runs: the runs, first come, first served.
+        runs: the runs, in the order in which they start.
         folder: the data folder, or None for the default.
         device: the device of all runs.
         root: the folder of records and checkpoints.
@@ -84,7 +85,8 @@ def train_in_processes(
         deferred_interrupts(lambda: say("stopping to save the runs")) as interrupted,
         _processes(context, arguments) as start,
     ):
-        waiting, active, idle, dead = list(range(len(runs)))[::-1], dict[Connection, int](), list[Connection](), ""
+        waiting, active, idle = deque(range(len(runs))), dict[Connection, int](), list[Connection]()
+        dead = ""  # the task of a process that has died
         while active or (waiting and not stop.is_set()):
             is_over = time.monotonic() >= deadline
             if is_over and not stop.is_set():
@@ -93,7 +95,7 @@ def train_in_processes(
                 stop.set()
             # not all at once: runs that wait in a pipe could not be left out after the deadline
             while waiting and len(active) < processes and not stop.is_set():
-                place, pipe = waiting.pop(), idle.pop() if idle else start()
+                place, pipe = waiting.popleft(), idle.pop() if idle else start()
                 active[pipe] = place
                 with suppress(OSError):  # a process that has died answers with an end of file
                     pipe.send((place, runs[place]))

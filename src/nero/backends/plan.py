@@ -174,7 +174,7 @@ class Plan:
                 rest.append((group._replace(members=left), is_numba))
         if lines and is_capturing():
             raise RuntimeError("take a step with these parameters before capturing one in a graph, as torch asks")
-        # all at last: an error on the way leaves every member where it was
+        # assigned last: an error above leaves every member where it was
         self._sweeps = [kind(own, generator) for (kind, generator, _), own in lines.items()]
         self._rest = rest
 

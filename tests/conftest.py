@@ -35,6 +35,8 @@ hypothesis.settings.load_profile("nero")
 # there are as many workers as cores, so more threads would only wait for one another
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# JAX takes three quarters of a GPU's memory when it starts, and leaves too little for torch and other processes
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # a graph of an earlier test that is freed during a capture would break it; torch before 2.9 always collects
 if hasattr(torch.compiler.config, "force_cudagraph_gc"):
     torch.compiler.config.force_cudagraph_gc = True

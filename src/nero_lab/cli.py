@@ -261,8 +261,9 @@ def plan(
     datasets = {cell.task.name: cell.task.dataset for cell in cells if cell.missing}
     missing = {name for name in sorted({*datasets.values()} - {"imagenet"}) if not _can_load(name, data)}
     runs = [settings for settings in seconds if datasets[settings.task] not in missing]
-    with exit_if_stopped(console):
-        train_in_processes(runs, data, where, records, run, minutes=minutes, say=console.print, seconds=seconds)
+    if runs:
+        with exit_if_stopped(console):
+            train_in_processes(runs, data, where, records, run, minutes=minutes, say=console.print, seconds=seconds)
     if missing:
         raise DataError(f"{len(seconds) - len(runs)} runs were left out: see above")
 

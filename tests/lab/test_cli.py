@@ -58,9 +58,10 @@ def test_nero_list_groups_tasks_by_study(command, monkeypatch):
     assert "my-task" in others
 
 
-def test_nero_plan_compares_the_committed_records(command):
+@pytest.mark.parametrize("option", [(), ("--run", 2)])
+def test_nero_plan_compares_the_committed_records(command, option):
     results = Path(__file__).parents[2] / "results"
-    code, printed = command("plan", "mnist-deep", "--records", results)
+    code, printed = command("plan", "mnist-deep", "--records", results, *option)
     assert code == 0
     assert printed.splitlines()[-1] == "0 runs are missing"
     assert printed.count("3 of 3") == len(TASKS["mnist-deep"].contenders)

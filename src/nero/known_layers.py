@@ -1,8 +1,9 @@
 """Parameters whose role their shape does not tell: by layer, by name, and by what the layer computes.
 
-A rule is ``"gain"``, ``"bias"``, ``"vectors"``, ``"positions"``, or the layout of neurons: one letter per axis, ``i``
-for the axes of the fan-in and ``o`` for all others. ``"bias"`` stands for all that moves element by element and must
-not be pulled to one: biases, coefficients, temperatures, tables of attention biases.
+A rule is ``"gain"``, ``"gate"``, ``"bias"``, ``"vectors"``, ``"positions"``, or the layout of neurons: one letter per
+axis, ``i`` for the axes of the fan-in and ``o`` for all others. A gate is a factor that may be meant to start at zero.
+``"bias"`` stands for all else that moves element by element and must not be pulled to one: biases, coefficients,
+temperatures, tables of attention biases.
 """
 
 import copy
@@ -32,12 +33,12 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
     (r"\w*Hyper(?:Connection|Head)\.(?:hc_)?fn|\w*Indexer\.\w+_gate", "oi"),  # DeepSeek V4, GLM 5
     (r"\w*Hyper(?:Connection|Head)\.\w+|\w*Indexer\.\w+_ape|\w*(?:Rglru|RGLRU)\.recurrent_param", "bias"),
     (r"\w*(?:Snake\w*|StarReLU)\.\w+|PriorTransformer\.clip_(?:mean|std)", "bias"),
-    (r"Affine\.alpha|\w*LayerScale\w*\.\w+", "gain"),
+    (r"Affine\.alpha|\w*LayerScale\w*\.\w+|Idefics\w*\.alpha_\w+", "gain"),
     (r"Dora\w*Layer\.weight", "bias"),  # PEFT's DoRA: the norms of neurons
 )
 
 #: Parts of the names of PEFT's parameters that start at zero or as copies, and are trained where they are neither.
-ADAPTERS = ("lora_B", "lora_embedding_B", "modules_to_save")
+ADAPTERS = ("lora_B", "lora_embedding_B", "modules_to_save", "trainable_tokens_delta")
 
 #: Rules by the parameter's name in a layer that is not known; the first match with the right number of axes counts.
 BY_NAME: tuple[tuple[str, str], ...] = (
@@ -47,6 +48,7 @@ BY_NAME: tuple[tuple[str, str], ...] = (
     (r"time_maa_w2", "oio"),
     (r"\w*scale_shift\w*|modulation|modulate_table", "bias"),  # PixArt, Wan
     (r"(?:\w+_)?(?:logit_scale(?:_\w+)?|per_dim_scale|temp|temperature|tau|const|sinks?)|log_\w+", "bias"),
+    (r"(?:\w+_)?(?:alphas?|gates?)|resweight|rezero|vera_lambda_[bd]", "gate"),
     (r"(?:\w+_)?alphas?(?:_\w+)?|lambdas|lambda_[qk]\d|\w*freq(?:s|uencies)?", "bias"),
     (r"(?:\w+_)?gamma(?:_?\w+)?\d?|gamma\d|\w*layer_?scale\w*|ls\d*|lambda_?\d", "gain"),  # LayerScale
     (r"(?:\w+_)?gain|(?:\w+_)?scale\d?|(?:vision|text)_param|(?:input|post_attention)_residual", "gain"),
@@ -152,6 +154,8 @@ def has_offset(norm: nn.Module) -> bool:
 def _fits(rule: str, axes: int) -> bool:
     if rule == "positions":
         return axes > 1
+    if rule == "gate":
+        return axes < 2
     if rule == "vectors":
         return axes > 0
     return not is_layout(rule) or len(rule) == axes

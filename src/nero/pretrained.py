@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import FrameType
 from typing import cast
 
@@ -34,12 +34,15 @@ def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_kno
         cause: what they are, for the message.
         is_known: whether they are known to be that; otherwise marks and names tell.
     """
-    neurons = [part for part in parts if part.role.kind == "neuron" and part.parameter.requires_grad]
-    marked = [part for part in neurons if is_known or _looks_pretrained(part)]
+    entering = list(parts)
+    neurons = [part for part in entering if part.role.kind == "neuron" and part.parameter.requires_grad]
+    names = {part.name for part in entering}
+    marked = [part for part in neurons if is_known or _looks_pretrained(part, names)]
     change = relative_change(marked)
     if change > MIN_CHANGE:
+        moved = [part.name for part in marked if relative_change([part]) > MIN_CHANGE]
         warn(
-            f"the values of {and_more([part.name for part in marked])} are {cause}, and balancing moves the weights by "
+            f"the values of {and_more(moved)} are {cause}, and balancing moves the weights by "
             f"{change:.0%} of their norm, which changes what the model computes: keep the weights with "
             "nero.Nero(..., pretrained=True), or balance them without this warning with pretrained=False"
         )
@@ -69,6 +72,8 @@ def warn_if_redundant(parts: Iterable[Part]) -> None:
         )
 
 
-def _looks_pretrained(part: Part) -> bool:
+def _looks_pretrained(part: Part, names: Container[str]) -> bool:
+    if "lora_B" in part.name and part.name.replace("lora_B", "lora_E") in names:  # AdaLoRA's is random; its E is zero
+        return False
     is_loaded = getattr(part.parameter, "_is_hf_initialized", False)  # set by from_pretrained of transformers 5
     return is_loaded or any(name in part.name for name in ADAPTERS)

@@ -28,8 +28,8 @@ class Role:
         why: the source of the role, for display; comparisons ignore it.
         has_offset: whether a gain is the w of a layer that scales by 1 + w, as Gemma's norms do. Such a gain is meant
             to be zero, so ``gain_penalty``, which pulls to one, leaves it out.
-        is_weight: whether a gain is the only weight of a neuron, whose fan-in is 1. ``gain_penalty`` leaves it out,
-            too; comparisons ignore it.
+        is_weight: whether a gain is a gate, or the only weight of a neuron, whose fan-in is 1. ``gain_penalty`` leaves
+            it out, too; comparisons ignore it.
     """
 
     kind: Kind

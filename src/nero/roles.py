@@ -183,8 +183,8 @@ def _role_in_layer(module: nn.Module, attribute: str, name: str, shape: tuple[in
     if known is not None:
         return replace(known, why=f"{layer}.{name}").on(shape)
     layers = tuple(base.__name__ for base in type(module).__mro__)
-    if isinstance(module, nn.ParameterList):
-        name = attribute  # its own names are numbers
+    if isinstance(module, nn.ParameterList) or attribute.startswith("vera_lambda_"):
+        name = attribute  # its own names are numbers, or those of PEFT's adapters
     rule, is_by_name = known_layers.rule_of(layers, name, len(shape)) or ("", False)
     if known_layers.is_norm(layers) and rule in ("", "gain"):
         known = _role_in_norm(module, name)
@@ -237,6 +237,8 @@ def _role_in_norm(norm: nn.Module, name: str) -> Role:
 
 
 def _role_under(rule: str, shape: tuple[int, ...]) -> Role:
+    if rule == "gate":
+        return Role("gain", (), is_weight=True)
     if rule in ("gain", "bias"):
         return Role(cast(Kind, rule), ())
     return Role("neuron", known_layers.fan_in_axes(rule, shape))

@@ -432,7 +432,9 @@ def owner(class_name, **parameters):
         (["A_log", "scale_shift_table", "audio_scale_shift_table", "temperature"], (6, 8), BIAS),
         (["time_mix_key", "time_decay", "time_maa_x", "scale_shift_table", "modulation"], (1, 1, 8), BIAS),
         (["logit_scale", "temperature"], (4, 1, 1), BIAS),
-        (["logit_scale", "temperature", "tau", "sinks", "alpha"], (4,), BIAS),
+        (["logit_scale", "temperature", "tau", "sinks"], (4,), BIAS),
+        (["alpha", "gate", "attn_gate", "resweight", "rezero"], (1,), GAIN),
+        (["alpha", "resweight"], (), GAIN),
         (["rel_pos_h", "rel_pos_w", "position_embeddings", "latents"], (9, 4), neuron(1)),
         (["pos_embed", "position_embeddings", "cls_token"], (1, 9, 4), neuron(2)),
         (["pos_embed", "position_embedding"], (1, 14, 14, 32), neuron(3)),
@@ -459,6 +461,8 @@ def test_scales_of_peft_are_no_neurons():
     dora = owner("DoraConv2dLayer", weight=(1, 8, 1, 1))
     model = nn.ModuleDict({"ia3_l": nn.ParameterDict({"default": torch.ones(1, 8)}), "magnitudes": dora})
     assert roles_of(model) == {"ia3_l.default": BIAS, "magnitudes.weight": BIAS}
+    factors = nn.ModuleDict({"vera_lambda_b": nn.ParameterDict({"default": torch.zeros(8)})})
+    assert roles_of(factors) == {"vera_lambda_b.default": GAIN}
 
 
 @pytest.mark.parametrize("name", ["gamma", "pos_embed", "logit_scale", "bias", "text_projection"])

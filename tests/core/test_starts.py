@@ -385,7 +385,11 @@ def loaded_adapter() -> nn.Module:
     return nn.ModuleDict({"lora_A": nn.Linear(6, 3, bias=False), "lora_B": nn.Linear(3, 5, bias=False)})
 
 
-@pytest.mark.parametrize("make", [loaded_by_transformers, loaded_adapter])
+def copied_tokens() -> nn.Module:
+    return nn.ParameterDict({"trainable_tokens_delta": torch.randn(2, 6)})
+
+
+@pytest.mark.parametrize("make", [loaded_by_transformers, loaded_adapter, copied_tokens])
 def test_model_that_looks_pretrained_warns_before_balancing(make: type[nn.Module]):
     with pytest.warns(UserWarning, match="pretrained=True") as found:
         nero.Nero(make())
@@ -396,6 +400,25 @@ def test_model_that_looks_pretrained_warns_before_balancing(make: type[nn.Module
         nero.Nero(make(), pretrained=True)
         nero.Nero(nero.balance_(make()))
         nero.Nero(Adapted())
+
+
+def test_warning_names_only_what_balancing_moves():
+    adapted = nn.ModuleDict({"lora_B": nn.Linear(3, 5, bias=False), "modules_to_save": nn.Linear(3, 5, bias=False)})
+    nn.init.zeros_(adapted["lora_B"].weight)
+    with pytest.warns(UserWarning, match=r"the values of modules_to_save\.weight are pretrained"):
+        nero.Nero(adapted)
+
+
+def test_random_factors_of_adalora_are_not_taken_for_pretrained():
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(
+            nn.Sequential(nn.Linear(6, 8)), peft.AdaLoraConfig(target_modules=["0"], total_step=10)
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nero.Nero(model)
 
 
 def test_transformers_marks_what_it_loads(tmp_path):

@@ -183,7 +183,7 @@ def test_roles_of_other_parameters_raise():
     for roles in ({"kernel": Role("neuron", (2,))}, {"other": Role("bias", ())}):
         with pytest.raises(ValueError, match="'kernel'"):
             nero.jax.nero(roles=roles).init(params)
-    with pytest.raises(TypeError, match=r"int32.*optax\.masked"):
+    with pytest.raises(TypeError, match=r"int32.*optax\.partition"):
         nero.jax.nero().init({"bias": jnp.arange(3)})
 
 
@@ -194,6 +194,11 @@ def test_gain_penalty_leaves_gains_around_zero():
     updates, _ = jax.jit(optimiser.update)(params, optimiser.init(params), params)
     assert updates["scale"].tolist() == [0, 0, 0]
     np.testing.assert_allclose(updates["gain"], 0.1, rtol=1e-6)
+
+
+def test_factors_that_may_start_at_zero_are_gains_without_penalty():
+    roles = roles_of(shapes(block__alpha=(), block__attn_gate=(8,), rezero=(1,)))
+    assert all(role.kind == "gain" and not role.is_pulled for role in roles.values())
 
 
 def test_square_windows_are_convolutions_under_any_name():

@@ -17,7 +17,8 @@ HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay"
     "lr": "the learning rate is an option of nero.jax.nero, learning_rate",
     "b1": FOREIGN_OPTIONS["beta1"],
     "b2": "Nero has it as beta: give beta=0.999, or leave it out",
-    "mask": "Nero has no weight decay to mask; to train a part of the parameters, use optax.masked",
+    "mask": "Nero has no weight decay to mask; to train a part of the parameters, use optax.partition, with "
+    "optax.set_to_zero() for the others",
     "depth": "divide learning_rate by the depth of the network",
     "maximize": "put optax.scale(-1.0) before it, by optax.chain",
     "pretrained": "give fix_norm='initial' and fix_mean=False to nero.jax.nero and nero.jax.balance",

@@ -20,6 +20,7 @@ Tree: TypeAlias = Any
 
 _BIAS = re.compile(r"b|(.*_)?(bias|offset|beta|shift|slope)")
 _GAIN = re.compile(r"(layer_)?scale|gain|gamma")
+_GATE = re.compile(r"(.*_)?(alphas?|gates?)|resweight|rezero")
 _VECTORS = re.compile(r"(.*_)?(emb|embed|embeddings?|tokens?|cls)")
 _RELATIVE_BIAS = re.compile(r"rel(ative)?_?(pos\w*|attention)_bias|rel_embedding")
 _KERNEL = re.compile(r"kernel|w|lora_[ab]")
@@ -97,6 +98,8 @@ def _role(name: str, shape: tuple[int, ...], names: Container[str]) -> Role | No
         return Role("bias", (), why=own)
     if _GAIN.fullmatch(own):
         return Role("gain", (), why=own)
+    if _GATE.fullmatch(own) and len(shape) < 2:
+        return Role("gain", (), why=own, is_weight=True)
     if _VECTORS.fullmatch(own) and shape:
         return Role("neuron", (-1,), why=own).on(shape)
     if len(shape) < 2 and (name or not shape):
@@ -135,7 +138,7 @@ def map_with_roles(function: Callable[..., Any], roles: Tree | None, params: Tre
         if not isinstance(role, Role):
             raise ValueError(f"roles have {role!r} for the parameter {name!r}: make them by nero.jax.roles_of(params)")
         if any(value is None for value in rest):
-            raise ValueError(f"parameter {name!r} has no gradient: give zeros, or leave it out by optax.masked")
+            raise ValueError(f"parameter {name!r} has no gradient: give zeros, or leave it out by optax.partition")
         return function(overridden(name, jnp.shape(leaf), role), *map(jnp.asarray, (leaf, *rest)))
 
     return jax.tree.map_with_path(apply, params, *others)
@@ -156,7 +159,7 @@ def _check_dtype(name: str, leaf: Array) -> None:
         where = f"parameter {name!r}" if name else "params"
         raise TypeError(f"{where} must be an array of JAX, got {type(leaf).__name__}: {remedy}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"parameter {name!r} is {dtype}, which Nero cannot train: leave it out by optax.masked")
+        raise TypeError(f"parameter {name!r} is {dtype}, which Nero cannot train: leave it out by optax.partition")
 
 
 def grouped(array: Array, role: Role) -> Array:

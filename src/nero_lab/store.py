@@ -1,6 +1,6 @@
 """Files of a run: a checkpoint while it trains, and one JSON record when it is done.
 
-``TASK/RUN.json`` holds the record of one run, ``TASK.jsonl`` those of many, one a line.
+``TASK/RUN.json`` holds the record of one run, ``runs.jsonl`` those of many, one a line.
 """
 
 import json
@@ -248,16 +248,16 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def pack_records(root: Path) -> None:
-    """Move the records of ``TASK/RUN.json`` files to the end of ``TASK.jsonl``, one line a run."""
-    for folder in sorted({path.parent for path in root.glob("*/*.json")}):
-        packed = root / f"{folder.name}.jsonl"
-        lines = _read(packed).splitlines() if packed.exists() else []
-        single = sorted(folder.glob("*.json"))
-        new = [json.dumps(_parse_record(_read(path), str(path))).encode() for path in single]
-        lines += [line for line in new if line not in lines]  # some are there, if this was interrupted before
-        write_bytes(packed, b"".join(line + b"\n" for line in lines))
-        for path in single:
-            path.unlink()
+    """Move the records of ``TASK/RUN.json`` files to the end of ``runs.jsonl``, one line a run."""
+    single, packed = sorted(root.glob("*/*.json")), root / "runs.jsonl"
+    if not single:
+        return
+    lines = _read(packed).splitlines() if packed.exists() else []
+    new = [json.dumps(_parse_record(_read(path), str(path))).encode() for path in single]
+    lines += [line for line in new if line not in lines]  # some are there, if this was interrupted before
+    write_bytes(packed, b"".join(line + b"\n" for line in lines))
+    for path in single:
+        path.unlink()
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:

@@ -113,10 +113,8 @@ def test_nero_plan_refuses_bad_input(command, option, fault, tmp_path):
 
 def test_report_task_without_published_numbers_is_skipped(command, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
-    lines = (Path(__file__).parents[2] / "results/mnist-reparameterised.jsonl").read_text().splitlines()
-    (tmp_path / "my-task.jsonl").write_text(
-        json.dumps({**json.loads(lines[0]), "task": "my-task", "curve": {"score": [1]}})
-    )
+    record, *_ = read_records(Path(__file__).parents[2] / "results")
+    (tmp_path / "runs.jsonl").write_text(json.dumps({**record, "task": "my-task", "curve": {"score": [1]}}))
     code, printed = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
     assert code == 0
     assert "without published numbers: my-task (1)" in printed

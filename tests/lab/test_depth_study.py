@@ -53,9 +53,6 @@ def section(title: str) -> str:
 def test_records_are_one_line_per_run():
     records = read_records(ROOT / "results/depth")
     assert len(records) == 471
-    for record in records:
-        family = re.sub(r"^perceptron-\d+", "perceptron", record["task"])
-        assert Path(record["path"]).name.partition(".jsonl")[0] == family
     assert len({(run["task"], run["optimiser"], run["lr"], run["seed"]) for run in records}) == 471
 
 

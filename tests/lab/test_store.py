@@ -232,7 +232,7 @@ def test_packed_records_are_found_and_not_run_again(tmp_path):
     runs = [FAST.settings("sgd", seed=seed, epochs=1) for seed in (0, 1)]
     records = train(FAST, runs, make_data(), store, observer)
     pack_records(tmp_path)
-    assert [path.name for path in tmp_path.rglob("*.json*")] == [f"{FAST.name}.jsonl"]
+    assert [path.name for path in tmp_path.rglob("*.json*")] == ["runs.jsonl"]
     assert [{**found, "path": None} for found in read_records(tmp_path)] == [{**each, "path": None} for each in records]
     assert store.record(FAST, FAST.settings("sgd", seed=2, epochs=1)) is None
     again = train(FAST, runs, make_data(), store, observer)

@@ -69,8 +69,8 @@ def _mean(runs: Records, key: str = "test_error") -> str:
     return f"{statistics.fmean(per_cent(runs, key)):.2f}{seeds_note(len(runs))}" if runs else "-"
 
 
-def claims_tables(records: Records, reparameterised: Records, deep: Records, balanced_start: Records) -> dict[str, str]:
-    """Return the tables by name, from the study's records and those of three tasks of the lab."""
+def claims_tables(records: Records, of_tasks: Records) -> dict[str, str]:
+    """Return the tables by name, from the study's records and those of the lab's tasks."""
     makers: dict[str, Callable[[Records], str]] = {
         "initial-scale": _initial_scale,
         "start": _start,
@@ -87,16 +87,16 @@ def claims_tables(records: Records, reparameterised: Records, deep: Records, bal
         "average": _average,
     }
     return {
-        "raw-scale": _raw_scale(records, reparameterised),
-        "balanced-start": _balanced_start(deep, balanced_start),
+        "raw-scale": _raw_scale(records, of_tasks),
+        "balanced-start": _balanced_start(of_tasks),
         **{name: make(records) for name, make in makers.items()},
     }
 
 
-def _raw_scale(records: Records, reparameterised: Records) -> str:
+def _raw_scale(records: Records, of_tasks: Records) -> str:
     rows = []
     for sigma in RAW_SCALES:
-        runs = [run["curve"] for run in reparameterised if run["optimiser"] == f"sigma-{sigma:g}"]
+        runs = [run["curve"] for run in of_tasks if run["optimiser"] == f"sigma-{sigma:g}"]
         rows.append(_curve_row("Adam, reparameterised", sigma, [run["train_accuracy"] for run in runs]))
     for study, name in {"raw-scale": "Nero", "raw-scale-bounded": "Nero, `longest_step=3`"}.items():
         for sigma in RAW_SCALES:
@@ -106,10 +106,12 @@ def _raw_scale(records: Records, reparameterised: Records) -> str:
     return render_table(["weights", "sigma", *(f"epoch {epoch}" for epoch in range(1, 6))], rows)
 
 
-def _balanced_start(deep: Records, balanced: Records) -> str:
+def _balanced_start(of_tasks: Records) -> str:
     """Compare runs of the 100-layer perceptron from balanced weights with Nero's."""
     found: dict[tuple[str, float], Records] = {}
-    for run in [run for run in deep if run["optimiser"] == "nero"] + balanced:
+    for run in of_tasks:
+        if run["task"] != "mnist-deep-balanced" and (run["task"], run["optimiser"]) != ("mnist-deep", "nero"):
+            continue
         name = NAMES[run["optimiser"]] + ", diverged" * (run["curve"]["train_loss"][-1] is None)
         found.setdefault((name, run["lr"]), []).append(run["curve"])
     rows = [

@@ -54,8 +54,8 @@ def update_starts(root: Path) -> None:
 def update_claims(root: Path) -> None:
     """Fill the page of the study of the paper's claims, draw its figure, and count the verdicts on the claims."""
     records = read_json_lines(root / "results/studies/claims.jsonl")
-    of_tasks = ("mnist-reparameterised", "mnist-deep", "claims/mnist-deep-balanced")
-    tables = claims_tables(records, *(read_json_lines(root / f"results/{task}.jsonl") for task in of_tasks))
+    of_tasks = [record for folder in ("results", "results/claims") for record in read_records(root / folder)]
+    tables = claims_tables(records, of_tasks)
     update_page(root / "docs/studies/claims.md", tables)
     page = root / "docs/paper/claims.md"
     update_page(page, {"verdicts": verdicts_table(page.read_text(encoding="utf-8"))})

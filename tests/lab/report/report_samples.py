@@ -10,7 +10,6 @@ from nero_lab.report.runs import Runs
 from nero_lab.report.tables import task_tables
 
 ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "results"
 EPOCHS = {task: facts.epochs for task, facts in all_published().items()}
 #: Task, optimiser and rate of Nero's row of VGG-11.
 NERO = ("cifar10-vgg11", "nero", 0.01)

@@ -1,7 +1,6 @@
 """Pages and figures: a report fills the marked blocks, names files that it cannot use, and draws every contender."""
 
 import itertools
-import json
 import math
 import random
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.image import imread
-from report_samples import EPOCHS, RESULTS, ROOT, diverge, make_all_records, make_record
+from report_samples import EPOCHS, ROOT, diverge, make_all_records, make_record
 
 from nero_lab.report import report
 from nero_lab.report.drawing import DEFAULT_STYLE, make_entry
@@ -229,10 +228,11 @@ ENDS: dict[str, Callable[[dict[str, list[float]]], float]] = {
 
 
 def test_figure_of_table1_shows_the_committed_records():
-    figure = draw_table1(Runs(read_records(RESULTS)))
+    found = read_records(ROOT / "results")
+    figure = draw_table1(Runs(found))
     tasks = [facts for facts in all_published().values() if facts.table1_name]
     for axes, facts in zip(figure.axes, tasks, strict=True):
-        records = [json.loads(line) for line in (RESULTS / f"{facts.task}.jsonl").read_text().splitlines()]
+        records = [record for record in found if record["task"] == facts.task]
         ends = {
             name: [ENDS[facts.measure](record["curve"]) for record in records if is_of(record, facts, name)]
             for name in ("nero", "sgd", "adam", "lamb")

@@ -66,7 +66,6 @@ package: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/bench.py
-	$(BIN)/python benchmarks/momentum.py
 	$(BIN)/python benchmarks/balance_cost.py
 	$(BIN)/python benchmarks/figure.py
 	$(BIN)/python benchmarks/tables.py

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import end_to_end
-import growth
-import limits
+import sections
 import step
 import torch
 from records import command_line, machine, out_folder, write_record
@@ -42,8 +41,9 @@ class Section(NamedTuple):
 
 SECTIONS = {
     "step": Section(step.jobs, step.table),
-    "limits": Section(limits.jobs, step.table),
-    "growth": Section(growth.jobs, step.table),
+    "limits": Section(sections.limits, step.table),
+    "growth": Section(sections.growth, step.table),
+    "momentum": Section(sections.momentum, step.table),
     "end-to-end": Section(end_to_end.jobs, end_to_end.table),
 }
 
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sections", default=",".join(SECTIONS), help="default: %(default)s; others stay as recorded")
     parser.add_argument("--compiling", type=float, default=100, help="seconds for torch.compile on a GPU (100)")
     arguments = parser.parse_args(argv)
-    sections = arguments.sections.split(",")
-    if unknown := set(sections) - set(SECTIONS):
+    names = arguments.sections.split(",")
+    if unknown := set(names) - set(SECTIONS):
         parser.error(f"--sections must be among {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
     torch.set_float32_matmul_precision("highest")  # no TF32
     device, is_quick = torch.device(arguments.device), arguments.quick
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         bench.tick = progress.refresh
         for shapes in progress.track(step.shape_sets(bench), description="checking"):
             step.check_backends(shapes, device)
-        for name in sections:
+        for name in names:
             run_section(name, bench, record, path, progress)
     console.print(f"written to {os.path.relpath(path)}")
     return 0

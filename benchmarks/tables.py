@@ -82,7 +82,7 @@ def limits() -> str:
 def momentum() -> str:
     """Make the table of steps with momentum on a GPU."""
     names = ("Nero", "Nero with momentum", SGD, "SGD with momentum (fused)", "AdamW (fused)")
-    by_shapes = _by_shapes("momentum-cuda", "momentum")
+    by_shapes = _by_shapes("cuda", "momentum")
     lines = [
         [
             shapes,
@@ -96,7 +96,7 @@ def momentum() -> str:
         for name in names
     ]
     head = ["shapes of", "optimiser", "device", "bytes", "of a copy's bandwidth", "with host"]
-    found = record("momentum-cuda")
+    found = record("cuda")
     return f"{found['machine']}, torch {found['torch']}:\n\n{render_table(head, lines)}"
 
 

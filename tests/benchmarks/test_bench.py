@@ -9,9 +9,8 @@ import balance_cost
 import bench
 import contenders
 import figure
-import growth
-import momentum
 import pytest
+import sections
 import step
 import tables
 import torch
@@ -26,7 +25,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("record")
     with pytest.MonkeyPatch.context() as patch:
         # numba and pytorch_optimizer take seconds to import
-        for module in (contenders, growth, step):
+        for module in (contenders, sections, step):
             patch.setattr(module, "backends_for", lambda _: ["eager", "foreach", "auto"])
         patch.setitem(sys.modules, "pytorch_optimizer", None)
         assert bench.main(["--quick", "--device", "cpu", "--out", str(out)]) == 0
@@ -41,7 +40,7 @@ def test_quick_run_writes_every_section(record: Path):
     assert {"Adam (fused)", "SGD (fused)", "Nero (eager)", "Nero (foreach)"} <= {
         row["optimiser"] for row in found["step"]
     }
-    for row in found["step"] + found["growth"] + found["limits"]:
+    for row in found["step"] + found["growth"] + found["limits"] + found["momentum"]:
         assert row["milliseconds"] > 0
         assert row["rounds"] >= 3
         assert row["device_milliseconds"] is None  # only a GPU has a time of its own
@@ -54,27 +53,16 @@ def test_quick_run_writes_every_section(record: Path):
     in_half = {row["optimiser"]: row["bytes_per_parameter"] for row in found["limits"] if row["shapes"] == "odd shapes"}
     assert in_half["Nero"] == in_half["SGD (fused)"] == in_half["Nero, stochastic"] == 6
     assert in_half["Nero with momentum, stochastic"] == 10
+    beside = {row["optimiser"]: row for row in found["momentum"]}
+    bytes_of = {name: row["bytes_per_parameter"] for name, row in beside.items()}
+    assert bytes_of["Nero with momentum"] == bytes_of["SGD with momentum (fused)"] == 20
+    assert (bytes_of["Nero"], bytes_of["AdamW (fused)"]) == (12, 28)
+    buffer_bytes = beside["Nero with momentum"]["state_bytes"] - beside["Nero"]["state_bytes"]
+    assert buffer_bytes == 4 * beside["Nero"]["parameters"]
     assert {row["optimiser"] for row in found["end-to-end"]} == {"Adam (fused)", "SGD (fused)", "Nero"}
     assert all(row["reduced"] and row["milliseconds"] > 0 for row in found["end-to-end"])
     assert any("pytorch_optimizer" in note for note in found["left_out"]["step"])
     assert figure.draw(found).axes
-
-
-def test_momentum_is_timed_beside_the_others(tmp_path: Path):
-    options = ["--quick", "--device", "cpu", "--backend", "foreach", "--out", str(tmp_path)]
-    assert momentum.main(options) == 0
-    found = json.loads((tmp_path / "momentum-cpu.json").read_text())
-    rows = {row["optimiser"]: row for row in found["momentum"]}
-    needed = {name: row["bytes_per_parameter"] for name, row in rows.items()}
-    assert needed["Nero with momentum"] == needed["SGD with momentum (fused)"] == 20
-    assert (needed["Nero"], needed["AdamW (fused)"]) == (12, 28)
-    plain, own = rows["Nero"], rows["Nero with momentum"]
-    assert own["state_bytes"] == plain["state_bytes"] + 4 * own["parameters"], (
-        "the buffer is as large as the parameters"
-    )
-    for row in rows.values():
-        moved = row["bytes_per_parameter"] * row["parameters"] / (row["milliseconds"] / 1e3)
-        assert row["of_copy_bandwidth"] == pytest.approx(moved / found["copy_bytes_per_second"], rel=0.02, abs=1e-4)
 
 
 def test_tuning_leaves_the_tables_as_they_were(capsys: pytest.CaptureFixture[str]):
@@ -112,7 +100,7 @@ def test_backends_that_disagree_are_not_reported(tmp_path: Path, monkeypatch: py
 def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         bench.main(["--sections", "step,steps"])
-    assert "--sections must be among step, limits, growth, end-to-end, got steps" in capsys.readouterr().err
+    assert "--sections must be among step, limits, growth, momentum, end-to-end, got steps" in capsys.readouterr().err
 
 
 def test_committed_record_is_drawn(tmp_path: Path):

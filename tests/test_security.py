@@ -17,7 +17,7 @@ from urllib.response import addinfourl
 import pytest
 import torch
 
-from nero_lab.data import DataError, book_files, download, formats, sources
+from nero_lab.data import DataError, books, download, formats, sources
 from nero_lab.store import Store, StoreError
 from nero_lab.tasks import task_named
 
@@ -170,7 +170,7 @@ def test_archive_with_paths_outside_writes_nothing(tmp_path: Path, monkeypatch: 
     archive = tar_of(*outside, member_of(WANTED, 5))
     assert formats.untar(archive, [WANTED], "archive") == {WANTED: bytes(5)}
     (tmp_path / "books.tar.gz").write_bytes(archive)
-    assert book_files.read_archive(tmp_path / "books.tar.gz", None) == {}
+    assert books.read_archive(tmp_path / "books.tar.gz", None) == {}
     assert [path.name for path in tmp_path.iterdir()] == ["books.tar.gz"]
     assert not (tmp_path.parent / "evil").exists()
 
@@ -194,7 +194,7 @@ def test_archive_that_unpacks_to_too_much_is_refused(
         formats.untar(content, [WANTED], "archive")
     (tmp_path / "books.tar.gz").write_bytes(content)
     with pytest.raises(DataError, match="it has more than 100,000 bytes"):
-        book_files.read_archive(tmp_path / "books.tar.gz", None)
+        books.read_archive(tmp_path / "books.tar.gz", None)
 
 
 def test_gzip_that_unpacks_to_too_much_is_refused(monkeypatch: pytest.MonkeyPatch):

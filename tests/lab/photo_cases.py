@@ -13,7 +13,7 @@ from PIL import Image
 
 from nero_lab.data import photos
 from nero_lab.data.class_folder import find_class_folder
-from nero_lab.data.decoder_pool import DecoderPool
+from nero_lab.data.decoding import DecoderPool
 from nero_lab.data.photos import DecodedPhotos, StreamedPhotos, load_photos
 from nero_lab.models.resnet import resnet50
 from nero_lab.tasks import TASKS

@@ -17,7 +17,7 @@ from lab.loop_cases import CPU, noise_images, tiny_metrics
 
 from nero_lab import image_metrics
 from nero_lab.data import DataError
-from nero_lab.image_metrics.frechet import Gaussian, Moments
+from nero_lab.image_metrics import Gaussian, Moments
 
 
 @pytest.fixture(scope="module")

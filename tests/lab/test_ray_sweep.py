@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayTaskError, TaskCancelledError, WorkerCrashedError
 
 from nero_lab import distributed, ray_sweep, sweep
-from nero_lab.data import DataError, decoder_pool
+from nero_lab.data import DataError, decoding
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import SettingError
 from nero_lab.ray_sweep import Mailbox, RaySweep, train_here
@@ -65,7 +65,7 @@ class Preparing:
 
 def prepare_worker(gates: Path) -> type[Supervised]:
     sweep.CHECKPOINT_EVERY_S = sweep.MIN_TRAIN_TO_SAVE_RATIO = 0.0
-    decoder_pool.default_count = lambda _: 0
+    decoding.default_count = lambda _: 0
     GatedSupervised.folder = gates
     return GatedSupervised
 
@@ -134,7 +134,7 @@ def sweep_by(run: Callable[..., list[dict[str, Any]]], name: str) -> dict[str, f
 # one test: workers of pytest-xdist would each start a cluster for a test of their own
 def test_interrupt_and_killed_node_lose_no_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
+    monkeypatch.setattr(decoding, "default_count", lambda _: 0)
     monkeypatch.setitem(TASKS, "small", SMALL)
     data, out, lines, stop = decoded(folder), tmp_path / "ray", [], RaySweep._stop
     gated, gates = replace(SMALL, loop=Preparing(tmp_path)), [tmp_path / str(gate) for gate in GATES]
@@ -173,7 +173,7 @@ def test_interrupt_and_killed_node_lose_no_run(folder: Path, tmp_path: Path, mon
 def mailbox(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Replace Ray by direct calls. Return a mailbox with the methods of an actor's handle."""
     inner = Mailbox()
-    monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
+    monkeypatch.setattr(decoding, "default_count", lambda _: 0)
 
     def post(*message: object) -> SimpleNamespace:
         answer = inner.post(*message)

@@ -19,7 +19,7 @@ from lab.photo_cases import SMALL, TASK, decoded, write_class_folder
 
 import nero
 from nero_lab import baselines, session
-from nero_lab.data import Images, corpus, decoder_pool, load, pairs
+from nero_lab.data import Images, corpus, decoding, load, pairs
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.mlp import mlp
 from nero_lab.models.transformer import Translator, language_model
@@ -319,7 +319,7 @@ def test_every_contender_trains_and_records_its_data(tmp_path: Path, contender: 
 def test_command_prints_the_loading_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_class_folder(tmp_path / "made", names="ab", train=3, test=1, size=(64, 64))
     monkeypatch.setitem(TASKS, "imagenet", SMALL)
-    monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
+    monkeypatch.setattr(decoding, "default_count", lambda _: 0)
     arguments = ("--data", tmp_path / "made", "--out", tmp_path / "out", "--epochs", 1, "--device", "cpu")
     code, printed = run_command(monkeypatch, "run", "imagenet", *arguments)
     assert code == 0

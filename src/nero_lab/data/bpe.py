@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from nero.messages import how_to_install
-from nero_lab.data.book_files import END_OF_BOOK
 from nero_lab.data.dataset import DataError
 
 VOCABULARY = 8192
+#: Ends each book of a text.
+END_OF_BOOK = b"\0"
 #: Tokens of a single byte, which come first.
 BYTES = 256
 #: One merge per line, in order: two tokens in the characters that stand for bytes.

@@ -19,11 +19,11 @@ from typing_extensions import Self
 
 from nero.messages import how_to_install
 from nero_lab import distributed
-from nero_lab.data import decoder_pool, decoding
+from nero_lab.data import decoding
 from nero_lab.data.augmentation import crop_and_resize, random_boxes, random_flips, scale_and_shift
 from nero_lab.data.class_folder import ClassFolder, Listing, find_class_folder
 from nero_lab.data.dataset import DataError
-from nero_lab.data.decoder_pool import Batch, DecoderPool, LazyBatches, PrefetchedBatches
+from nero_lab.data.decoding import Batch, DecoderPool, LazyBatches, PrefetchedBatches
 from nero_lab.data.folder import Folder
 
 #: ImageNet's moments of each channel, for pixels in [0, 1].
@@ -275,7 +275,7 @@ class StreamedPhotos(Photos):
 
 def imagenet(folder: Folder) -> Photos:
     """Load the photographs of a folder of classes."""
-    count = decoder_pool.default_count(distributed.local_world_size())
+    count = decoding.default_count(distributed.local_world_size())
     return load_photos(find_class_folder(folder.path), DecoderPool(count))
 
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from nero_lab import baselines
 from nero_lab.data import Dataset, ImageDataset
-from nero_lab.image_metrics import METRIC_BATCH, FrechetMetric, available_metrics
-from nero_lab.image_metrics.frechet import Gaussian
+from nero_lab.image_metrics import METRIC_BATCH, FrechetMetric, Gaussian, available_metrics
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.training import (
     Training,

@@ -17,6 +17,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import NullLocator
 
+from nero_lab.report.axes import (
+    PEAK_MARKER,
+    draw_key,
+    label_ends,
+    mark_above_frame,
+    note_if_empty,
+    set_distance_scale,
+    set_log_scale,
+    show_per_cent,
+    style_axes,
+)
 from nero_lab.report.drawing import (
     DASH_PT,
     DEFAULT_STYLE,
@@ -32,19 +43,10 @@ from nero_lab.report.drawing import (
     make_entry,
     make_panels,
 )
-from nero_lab.report.labels import draw_key, label_ends, note_if_empty
 from nero_lab.report.names import dataset_name, display_name
 from nero_lab.report.overview import TABLE1_COLUMNS, table1_rows
 from nero_lab.report.published import Measure, Published, all_published
 from nero_lab.report.runs import Runs
-from nero_lab.report.scales import (
-    PEAK_MARKER,
-    mark_above_frame,
-    set_distance_scale,
-    set_log_scale,
-    show_per_cent,
-    style_axes,
-)
 from nero_lab.report.tables import measure_name
 from nero_lab.store import write_bytes
 

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("tokenizers")
 
-from nero_lab.data import FILES, DataError, book_files, books, bpe, download, load, sources
+from nero_lab.data import FILES, DataError, books, bpe, download, load, sources
 from nero_lab.data.folder import Folder
 
 ODD = "Zoë's naïve café, 7½ 'λόγος' \t\r\n\x01\x7f 🜚 \u200b\U0010ffff don't  \n\n  end"
@@ -71,9 +71,9 @@ def digest(name: str) -> str:
 @pytest.fixture
 def recipe(monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
     """Scale the recipe down to the archive, and register the checksums of its texts."""
-    monkeypatch.setattr(book_files, "MIN_BODY_CHARACTERS", 10_000)
-    monkeypatch.setattr(book_files, "MAX_VALID_AUTHOR_BYTES", 20_000)
-    monkeypatch.setattr(book_files, "ENOUGH_VALID_BYTES", 10_000)
+    monkeypatch.setattr(books, "MIN_BODY_CHARACTERS", 10_000)
+    monkeypatch.setattr(books, "MAX_VALID_AUTHOR_BYTES", 20_000)
+    monkeypatch.setattr(books, "ENOUGH_VALID_BYTES", 10_000)
     texts = expected_texts()
     for name, text in zip(sources.BOOKS, texts, strict=True):
         monkeypatch.setitem(FILES["books"], name, f"sha256:{hashlib.sha256(text).hexdigest()}")
@@ -115,7 +115,7 @@ def test_books_archive_put_by_hand_is_kept(tmp_path: Path, recipe):
     path.parent.mkdir()
     path.write_bytes(packed(ARCHIVE))
     folder = Folder("books", tmp_path, None)
-    assert book_files.read_text(folder, "valid.txt") == recipe[1]
+    assert books.read_text(folder, "valid.txt") == recipe[1]
     assert names_in(tmp_path) == {*sources.BOOKS, sources.BOOKS_ARCHIVE}
 
 
@@ -152,13 +152,13 @@ def test_books_damaged_archive_is_explained(tmp_path: Path, content: bytes, mess
 
 
 def test_recipe_enough_training_bytes_ends_the_text(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(book_files, "ENOUGH_TRAIN_BYTES", 5)
-    monkeypatch.setattr(book_files, "MAX_VALID_BYTES", 0)
+    monkeypatch.setattr(books, "ENOUGH_TRAIN_BYTES", 5)
+    monkeypatch.setattr(books, "MAX_VALID_BYTES", 0)
     texts = {f"{name}/b.md": name.encode() * 4 for name in "abcd"}
     first, second, *_ = sorted(texts, key=digest)
-    assert book_files.split(texts) == (texts[first] + b"\0", b"")
-    monkeypatch.setattr(book_files, "ENOUGH_TRAIN_BYTES", 6)
-    assert book_files.split(texts) == (texts[first] + b"\0" + texts[second] + b"\0", b"")
+    assert books.split(texts) == (texts[first] + b"\0", b"")
+    monkeypatch.setattr(books, "ENOUGH_TRAIN_BYTES", 6)
+    assert books.split(texts) == (texts[first] + b"\0" + texts[second] + b"\0", b"")
 
 
 def test_tokenizer_round_trip_keeps_odd_text():

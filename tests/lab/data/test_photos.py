@@ -18,9 +18,9 @@ from lab.photo_cases import as_tiny_imagenet, damage, decoded, streamed, write_c
 from PIL import Image
 
 from nero_lab import distributed
-from nero_lab.data import DataError, augmentation, class_folder, decoder_pool, decoding, load, photos
+from nero_lab.data import DataError, augmentation, class_folder, decoding, load, photos
 from nero_lab.data.class_folder import ClassFolder, Listing, find_class_folder
-from nero_lab.data.decoder_pool import DecoderPool
+from nero_lab.data.decoding import DecoderPool
 from nero_lab.data.photos import StreamedPhotos, load_photos
 
 
@@ -121,7 +121,7 @@ def test_both_layouts_are_listed_and_named(tmp_path: Path, monkeypatch: pytest.M
     assert re.fullmatch(r"My-photos-3-classes-12-images-of-32-[0-9a-f]{8}", plain.dataset_name(32))
     monkeypatch.setitem(class_folder.KNOWN, (3, 12, 6, 32), "three")
     assert find_class_folder(tmp_path).dataset_name(32) == "three"  # found in its parent folder, too
-    monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
+    monkeypatch.setattr(decoding, "default_count", lambda _: 0)
     data = load("imagenet", tmp_path)
     assert (data.name, data.examples, data.sizes) == ("three", 12, {"classes": 3})
 
@@ -179,7 +179,7 @@ def test_hidden_files_are_ignored(tmp_path: Path):
 )
 def test_missing_or_damaged_part_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part, named, message):
     damage(write_class_folder(tmp_path / "made"), part)
-    monkeypatch.setattr(decoder_pool, "default_count", lambda _: 0)
+    monkeypatch.setattr(decoding, "default_count", lambda _: 0)
     with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / 'made' / named))}.* ?{message}"):
         load("imagenet", tmp_path / "made")
 
@@ -276,7 +276,7 @@ def test_pool_decodes_as_the_caller_and_names_faults(tmp_path: Path, monkeypatch
     with pytest.raises(DataError, match=f"^{re.escape(str(broken))} does not decode"):
         list(pooled.epoch(4, torch.Generator(), None))
     with pytest.raises(DataError, match=r"a process that decodes images died, .*: run the same command again"):
-        decoder_pool.result(pooled.pool.submit(os._exit, 1))
+        decoding.result(pooled.pool.submit(os._exit, 1))
     pooled.pool.close()
 
 
@@ -284,7 +284,7 @@ def test_pool_after_a_death_raises_and_ends_the_others():
     """The error meets the next submit; the surviving worker is busy and ignores SIGTERM."""
     pool, before = DecoderPool(2), multiprocessing.active_children()
     for future in [pool.submit(time.sleep, 0.3) for _ in range(2)]:
-        decoder_pool.result(future)
+        decoding.result(future)
     pending = [pool.submit(time.sleep, 600) for _ in range(2)]
     workers = [child for child in multiprocessing.active_children() if child not in before]
     assert len(workers) == 2
@@ -301,20 +301,20 @@ def test_pool_ignores_signals_to_the_training_process():
     """Job managers signal every process of a job."""
     pool = DecoderPool(1)
     # the worker, and the fork server
-    others = [decoder_pool.result(pool.submit(which)) for which in (os.getpid, os.getppid)]
+    others = [decoding.result(pool.submit(which)) for which in (os.getpid, os.getppid)]
     assert os.getpid() not in others
     before = signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGTERM, signal.SIGINT):
         for other in others:
             os.kill(other, number)
-        assert decoder_pool.result(pool.submit(os.getpid)) == others[0]
+        assert decoding.result(pool.submit(os.getpid)) == others[0]
     assert signal.getsignal(signal.SIGTERM) == before
     pool.close()
 
 
 def test_default_count_shares_the_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert [decoder_pool.default_count(processes) for processes in (1, 4, 16)] == [16, 4, 0]
+    assert [decoding.default_count(processes) for processes in (1, 4, 16)] == [16, 4, 0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert distributed.local_world_size() == 1  # not started by torchrun
     monkeypatch.setattr(distributed, "is_launched", lambda: True)

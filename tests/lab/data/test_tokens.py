@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from nero_lab.data import FILES, DataError, load, sources, tokens
+from nero_lab.data import FILES, DataError, load, pairs, sources
 
 #: Read at import: the tests unset the variable.
 REAL = os.environ.get("NERO_DATA")
@@ -78,14 +78,14 @@ def written(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("language", MOSES)
 def test_tokenise_matches_moses(language: str):
-    assert dict(zip(MOSES[language], tokens.tokenise(MOSES[language], language), strict=True)) == MOSES[language]
+    assert dict(zip(MOSES[language], pairs.tokenise(MOSES[language], language), strict=True)) == MOSES[language]
 
 
 @pytest.mark.parametrize("place", ["multi30k/raw", "multi30k", "."])
 @pytest.mark.parametrize("packed", [True, False], ids=["gz", "plain"])
 def test_raw_files_are_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, packed: bool):
     put_raw(tmp_path / place, packed=packed)
-    monkeypatch.setattr(tokens, "PROGRESS_EVERY", 4)
+    monkeypatch.setattr(pairs, "PROGRESS_EVERY", 4)
     reports: list[tuple[str, int, int]] = []
     found = load("multi30k", tmp_path, progress=lambda *report: reports.append(report))
     assert written(tmp_path) == WANTED

@@ -23,7 +23,7 @@ from lab.photo_cases import SMALL, TASK, decoded, write_class_folder, write_imag
 from rich.console import Console
 
 from nero_lab import distributed
-from nero_lab.data import decoder_pool
+from nero_lab.data import decoding
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import SettingError
 from nero_lab.session import training_session
@@ -93,7 +93,7 @@ def one(two: Outcome) -> Path:
         warnings.filterwarnings("ignore", "gain_penalty")  # the network without norms has no gains
         patch.setitem(TASKS, "imagenet", TASK)  # restores what the script replaces
         patch.setattr(sys, "argv", [])
-        patch.setattr(decoder_pool, "default_count", lambda _: 0)
+        patch.setattr(decoding, "default_count", lambda _: 0)
         assert not distributed_script.sweep_and_save_weights(two.sweep, two.folder / "one")
     return two.folder / "one"
 

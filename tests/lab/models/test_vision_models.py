@@ -18,11 +18,10 @@ import nero
 from nero_lab.loops.supervised import Supervised
 from nero_lab.models.actor_critic import ActorCritic
 from nero_lab.models.airbench import Airbench
-from nero_lab.models.biggan import Attention, ConditionalBatchNorm, Down, GANPair, Up
+from nero_lab.models.biggan import Attention, ConditionalBatchNorm, Down, GANPair, SpectralNorm, Up, with_spectral_norm
 from nero_lab.models.dropout import Dropout
 from nero_lab.models.mlp import ScaledReLU, mlp, reparameterised
 from nero_lab.models.resnet import resnet18, resnet50
-from nero_lab.models.spectral import SpectralNorm, with_spectral_norm
 from nero_lab.models.vgg import vgg11
 from nero_lab.models.vit import SelfAttention, VisionTransformer
 from nero_lab.tasks import TASKS

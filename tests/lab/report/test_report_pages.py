@@ -15,9 +15,9 @@ from matplotlib.image import imread
 from report_samples import EPOCHS, ROOT, diverge, make_all_records, make_record
 
 from nero_lab.report import report
+from nero_lab.report.axes import spread_labels
 from nero_lab.report.drawing import DEFAULT_STYLE, make_entry
 from nero_lab.report.figures import draw, draw_table1
-from nero_lab.report.labels import spread_labels
 from nero_lab.report.published import Published, PublishedRow, all_published
 from nero_lab.report.runs import Runs
 from nero_lab.report.tables import task_tables

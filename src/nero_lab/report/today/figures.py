@@ -12,10 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
+from nero_lab.report.axes import LABEL_GAP, PEAK_MARKER, spread_labels, style_axes
 from nero_lab.report.drawing import DEFAULT_STYLE, GREY, SMALL_PT, STYLES, Style, make_panels
-from nero_lab.report.labels import LABEL_GAP, spread_labels
 from nero_lab.report.names import display_name
-from nero_lab.report.scales import PEAK_MARKER, style_axes
 from nero_lab.report.today import OURS, SERIES, Run, Study, Width, goal_of
 
 PALE = "#d9d9d9"

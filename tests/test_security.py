@@ -1,6 +1,6 @@
 """The promises of SECURITY.md: no code from files, no downloads in the clear, and archives that do no harm.
 
-Wrong checksums and broken downloads are in lab/data/test_download.py.
+Wrong checksums and broken downloads are in lab/data/test_images.py.
 """
 
 import ast

@@ -5,8 +5,8 @@ from pathlib import Path
 from nero_lab.claims.figure import draw as draw_claims
 from nero_lab.claims.tables import claims_tables, verdicts_table
 from nero_lab.report import report
+from nero_lab.report.depth import draw as draw_depth
 from nero_lab.report.depth import read_study as read_depth
-from nero_lab.report.depth.figure import draw as draw_depth
 from nero_lab.report.depth.tables import TABLES as DEPTH_TABLES
 from nero_lab.report.figures import save
 from nero_lab.report.markdown import update_page

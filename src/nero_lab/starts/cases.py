@@ -61,7 +61,7 @@ def text(folder: Path, device: str, language: str, part: str) -> Tensor:
         source, name = Folder("multi30k", folder, None), MULTI30K[0 if is_train else 1][0]
     path = source.find(name)
     if path is None:
-        raise FileNotFoundError(f"{name} is not in {folder}: run nero data, or name a folder that has it")
+        raise FileNotFoundError(f"{name} is not in {folder}: name a folder that has it by --data")
     return torch.frombuffer(bytearray(source.read(path)), dtype=torch.uint8).to(device)
 
 

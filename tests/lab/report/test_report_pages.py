@@ -154,21 +154,6 @@ def test_page_table_cells_have_at_most_80_characters(page: Path):
     assert not [cell for line in shown for cell in line.strip("|").split("|") if len(cell.strip()) > 80]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page.relative_to(ROOT) for folder in ("", "docs", "docs/paper") for page in (ROOT / folder).glob("*.md")],
-    ids=str,
-)
-def test_page_links_lead_to_files_and_headings(page: Path):
-    for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / page).read_text()):
-        target = (ROOT / page).parent / name if name else ROOT / page
-        assert target.exists(), name
-        headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
-        # GitHub's anchors drop punctuation
-        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-        assert not anchor or anchor in anchors
-
-
 ABSENT = ("sgd", "lamb", "nero-norm", "madam", "sigma-100")
 SCENES = {
     "three seeds": make_all_records(),

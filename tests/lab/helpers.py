@@ -17,7 +17,7 @@ from torch import nn
 pytest.importorskip("typer")
 from rich.console import Console
 
-from nero_lab import cli, command, sweep
+from nero_lab import sweep
 from nero_lab.data import ImageDataset, Images, pairs
 from nero_lab.data.augmentation import crop_flip_rotate
 from nero_lab.data.corpus import build_corpus
@@ -236,6 +236,8 @@ def make_display(terminal, out):
 
 def run_command(monkeypatch, *arguments):
     """Run `nero ...` in this process. Return its exit code and what it printed."""
+    from nero_lab import cli, command  # which processes that only train need not wait for
+
     stream = StringIO()
     monkeypatch.setattr(cli, "console", Console(file=stream, width=200, markup=False, highlight=False))
     monkeypatch.setattr(sys, "argv", ["nero", *map(str, arguments)])

@@ -25,7 +25,7 @@ FIGURES = ROOT / "docs/figures"
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 BACKENDS = sorted((ROOT / "src/nero/backends").rglob("*.py"))
 MAX_IMPORT_S = 0.03
-MAX_SOURCE_LINES, MAX_TEST_LINES, MAX_FILES = 450, 600, 454
+MAX_SOURCE_LINES, MAX_TEST_LINES, MAX_FILES = 450, 600, 443
 # importing again in one process costs as much as in a fresh one, without the seconds of torch
 IMPORT_NERO = """
 import gc, json, sys, time, torch

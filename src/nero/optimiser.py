@@ -46,7 +46,7 @@ from nero.process import is_traced
 from nero.regrowth import Regrowth, add_missing_radii
 from nero.role import Role
 from nero.sharding import is_sharded, local_of, sharding_of, totals
-from nero.state import Sizes, UnseenState, groups_of, initial_state, read_norms
+from nero.state import UnseenState, groups_of, initial_state, read_again
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Loss = TypeVar("Loss")
@@ -124,7 +124,7 @@ class Nero(UnseenState):
     _plan: backends.Plan | None
     _depth_counter: DepthCounter
     _regrowth: Regrowth
-    _sizes: Sizes
+    _is_fresh: bool  # whether parameters have entered or were loaded since the last step
     _pretrained: bool | None
     _changes: OptionChanges
     _is_made: bool
@@ -272,9 +272,9 @@ class Nero(UnseenState):
         if self._plan is None or not self._plan.covers(self.param_groups, state):
             self._enter_late()
             self._regrowth.end()
-            self._sizes.read_again(self._state)
-            if self._plan is None:
-                read_norms(self.parts(), self._state)
+            if self._is_fresh:
+                read_again(self.parts(), self._state)
+                self._is_fresh = False
             groups = groups_of(self.param_groups, self._state, self._role)
             self._plan = backends.Plan(self.param_groups, self._state, groups, self._plan)
             if not self._plan.has_shards:
@@ -373,13 +373,12 @@ class Nero(UnseenState):
         self._state.update(loaded)
         self._sight.is_seen = False  # all of it is new
         self._regrowth.load(loaded)
-        self._sizes.note(part for part in self.parts() if part.parameter in loaded)
 
     def _reset(self) -> None:
         """Validate options and plan anew at the next step; the depth counter and captured graphs go on."""
         self._plan = getattr(self, "_plan", None)
         self._regrowth = getattr(self, "_regrowth", None) or Regrowth()
-        self._sizes = getattr(self, "_sizes", None) or Sizes()
+        self._is_fresh = True
         self._depth_counter = getattr(self, "_depth_counter", None) or DepthCounter(self)
         self._changes = OptionChanges()
 
@@ -429,7 +428,7 @@ class Nero(UnseenState):
         for part in parts:
             state = initial_state(part.parameter, part.role, part.group, grown.get(part.parameter))
             self._state[part.parameter].update(state)
-        self._sizes.note(parts)
+        self._is_fresh = True
 
     def _enter_late(self) -> None:
         """Initialise parameters that were swapped or unfrozen. Validate all before changing any."""

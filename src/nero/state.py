@@ -17,10 +17,10 @@ from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.process import is_one_of_several
-from nero.radius import initial_radius, own_radius
+from nero.radius import initial_radius, own_radius, wide_neurons
 from nero.role import Role
 from nero.rounding import Noise, noise_of
-from nero.rule import SCALE_AT_ORIGIN, Number, statistics_dtype
+from nero.rule import SCALE_AT_ORIGIN, Number, distance, rounding_error, statistics_dtype
 from nero.sharding import is_sharded, local_of, sharding_of
 
 
@@ -92,58 +92,25 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
 
 
 @torch.no_grad()
-def read_norms(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Update the norms that pretrained neurons are held to, since weights may be loaded after the optimiser is made.
+def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Read scales, and norms that are kept, again: weights may be loaded or sent after the optimiser is made.
 
-    Neurons that have made a step keep their norms. Unlike :class:`Sizes`, this covers shards, and values that were set
-    through ``.data``: norms of pretrained neurons need no other process.
+    Parameters that have made a step keep theirs. So do sharded gains and biases, since all processes would have to
+    join, and neurons that still are as the optimiser has balanced them.
     """
     for _, parameter, role, group in parts:
-        own = state.get(parameter, {})
-        if (group["fix_norm"], group["fix_mean"]) != ("initial", False) or "radius" not in own:
+        own = state.get(parameter)
+        if not has_entered(own) or not can_read(parameter) or float(own["step"]) > 0:
             continue
-        if can_read(parameter) and float(own["step"]) == 0:
-            local_of(own["radius"]).copy_(own_radius(parameter, role))  # in place: captured graphs hold the address
-
-
-class Sizes:
-    """Parameters whose scales and norms were read when they entered, and are read again if their values have changed.
-
-    Replicas must have equal state, and most trainers send the values of one process to the others. A copy of the
-    optimiser has no notes.
-    """
-
-    def __init__(self) -> None:
-        self._read: list[tuple[Part, int]] = []  # parameters, and their versions when they were read
-
-    def note(self, parts: Iterable[Part]) -> None:
-        """Note parameters whose scales or norms were read or loaded.
-
-        Shards are left out: all processes would have to join.
-        """
-        sized = (part for part in parts if part.role.kind != "neuron" or part.group["fix_norm"] == "initial")
-        plain = (part for part in sized if not is_sharded(part.parameter) and not part.parameter.is_inference())
-        self._read += [(part, part.parameter._version) for part in plain]
-
-    @torch.no_grad()
-    def read_again(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Read scales and norms again where values have changed, then clear the notes.
-
-        Parameters that have made a step, compiled or loaded, are left alone.
-        """
-        has_versions = not is_one_of_several()  # a broadcast raises none
-        for (_, parameter, role, _), version in self._read:
-            own = state.get(parameter)
-            if not has_entered(own) or not can_read(parameter) or (has_versions and parameter._version == version):
-                continue
-            if float(own["step"]) > 0:
-                continue
-            # in place: captured graphs hold the address
-            if "scale" in own:
-                own["scale"].copy_(initial_scale(parameter, role))
-            elif "radius" in own:
-                own["radius"].copy_(own_radius(parameter, role))
-        self._read = []
+        # in place: captured graphs hold the address
+        if "scale" in own and not is_sharded(parameter):
+            own["scale"].copy_(initial_scale(parameter, role))
+        elif "radius" in own and group["fix_norm"] == "initial":
+            known, radius = local_of(own["radius"]), own_radius(parameter, role)
+            if group["fix_mean"] and not is_one_of_several():  # replicas must all read the values that they now have
+                off = distance(wide_neurons(parameter, role), role.axes, radius=known)
+                radius = torch.where(off <= rounding_error(parameter.dtype) * known.abs(), known, radius)
+            known.copy_(radius)
 
 
 def groups_of(

@@ -132,20 +132,27 @@ def test_model_loaded_after_the_optimiser_was_made_stays_as_loaded():
     assert all(torch.equal(value, states[0][0][name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_scale_of_gains_loaded_before_the_first_step(is_resumed: bool):
-    """A scale follows values that are loaded without a state; one from a checkpoint stays."""
+@pytest.mark.parametrize("how", ["loaded", "data", "copied", "restored", "resumed"])
+def test_scale_of_gains_loaded_before_the_first_step(how: str):
+    """A scale follows values that are loaded before the first step; that of a parameter which has made a step stays."""
     model, trained = nn.LayerNorm(6), nn.LayerNorm(6)
     nn.init.constant_(trained.weight, 3.0)
     saved = nero.Nero(trained)
     train_on_noise(trained, saved, 1)
     nn.init.constant_(trained.weight, 5.0)
     optimiser = nero.Nero(model)
-    if is_resumed:
+    if how == "resumed":
         optimiser.load_state_dict(saved.state_dict())
-    model.load_state_dict(trained.state_dict())
+    if how == "data":
+        model.weight.data.fill_(5.0)
+    else:
+        model.load_state_dict(trained.state_dict())
+    if how == "copied":
+        model, optimiser = copy.deepcopy((model, optimiser))
+    if how == "restored":
+        optimiser.load_state_dict(optimiser.state_dict())
     train_on_noise(model, optimiser, 1)
-    assert optimiser.state[model.weight]["scale"].item() == (3.0 if is_resumed else 5.0)
+    assert optimiser.state[model.weight]["scale"].item() == (3.0 if how == "resumed" else 5.0)
 
 
 def test_fresh_network_is_not_copied(monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,7 @@ Of sharded parameters each process measures its own part; :func:`pooled` joins t
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,12 +25,13 @@ MAX_ELEMENTS = {"cpu": 1 << 20}
 MAX_ELEMENTS_ELSEWHERE = 1 << 24
 #: The numbers of a row of :attr:`nero.watching.reading.BatchResult.table`.
 ROW_LENGTH = 12
+#: Rows of earlier weights, by layer name.
+Snapshot: TypeAlias = dict[str, Tensor]
 
 
 class Sample(NamedTuple):
     """The followed neurons, gains or biases of a parameter, as rows."""
 
-    name: str
     part: Part
     state: dict[str, Tensor]
     rows: Tensor
@@ -50,28 +51,6 @@ class Sample(NamedTuple):
         return fix_norm if fix_norm != "initial" or "radius" in self.state else False
 
 
-class Snapshot:
-    """Rows of earlier weights by layer name, stored as they were stacked for measurement."""
-
-    def __init__(self, rows: dict[str, Tensor] | None = None) -> None:
-        self.rows: dict[str, Tensor] = rows or {}
-        self._stacks: dict[tuple[str, ...], Tensor] = {}
-
-    def update(self, stacks: dict[tuple[str, ...], Tensor]) -> None:
-        """Replace the rows of these layers."""
-        self._stacks = stacks
-        for names, stack in stacks.items():
-            self.rows.update(zip(names, stack, strict=True))
-
-    def get(self, names: tuple[str, ...], now: Tensor) -> Tensor:
-        """Return the stored rows of layers; the current ones for layers that are new or have another shape."""
-        stack = self._stacks.get(names)
-        if stack is not None and (stack.shape, stack.dtype, stack.device) == (now.shape, now.dtype, now.device):
-            return stack
-        pairs = [(self.rows.get(name), new) for name, new in zip(names, now, strict=True)]
-        return torch.stack([new if old is None or old.shape != new.shape else old.to(new) for old, new in pairs])
-
-
 class Measurement(NamedTuple):
     """A row of numbers per layer, on the device, and the rows for the snapshots."""
 
@@ -80,10 +59,10 @@ class Measurement(NamedTuple):
     now: Tensor
 
 
-def take_sample(name: str, part: Part, state: dict[str, Tensor], neurons: int | None) -> Sample | None:
+def take_sample(part: Part, state: dict[str, Tensor], neurons: int | None) -> Sample | None:
     """Return at most ``neurons`` evenly spaced neurons of a parameter; ``None`` if this process holds none."""
     found = sharding_of(part.parameter, part.role).neurons(part.parameter)
-    return Sample(name, part, state, _rows(found, part.role.axes, neurons)) if found.numel() else None
+    return Sample(part, state, _rows(found, part.role.axes, neurons)) if found.numel() else None
 
 
 def make_batches(samples: list[Sample]) -> list[list[Sample]]:
@@ -100,7 +79,7 @@ def make_batches(samples: list[Sample]) -> list[list[Sample]]:
 
 def measure(batch: list[Sample], start: Snapshot, last: Snapshot, neurons: int | None) -> Measurement:
     """Measure a batch against its rows at the start and at the last reading."""
-    first, names = batch[0].part, tuple(sample.name for sample in batch)
+    first, names = batch[0].part, [sample.part.name for sample in batch]
     rows = torch.stack([sample.rows for sample in batch]).to(statistics_dtype(first.parameter.dtype))
     if first.role.axes:
         # unit rows; a neuron at the origin, which has no direction, becomes NaN
@@ -108,19 +87,25 @@ def measure(batch: list[Sample], start: Snapshot, last: Snapshot, neurons: int |
         now = rows.div_(peak)
         length = torch.linalg.vector_norm(now, dim=2, keepdim=True)
         now = now.div_(length)
-        begun = start.get(names, now)
+        begun = _earlier(start, names, now)
         begun = torch.where(begun[:, :, :1].isnan(), now, begun)  # a neuron starts at its first direction
-        moved = [_angle(now, last.get(names, now)), _angle(now, begun)]
+        moved = [_angle(now, _earlier(last, names, now)), _angle(now, begun)]
         near, off = _limits(batch, now, peak, length, neurons)
     else:
         now = rows
-        begun = start.get(names, now)
+        begun = _earlier(start, names, now)
         scale = first.group["scale"] or _state_by_layer(batch, "scale")
-        moved = [(now - other).abs() / scale for other in (last.get(names, now), begun)]
+        moved = [(now - other).abs() / scale for other in (_earlier(last, names, now), begun)]
         near = off = torch.full((len(batch),), math.nan, device=now.device)
     grad_norm, silent = _gradients(batch, neurons)
     spreads = _spreads(torch.stack([*moved, grad_norm]).squeeze(3))
     return Measurement(torch.cat([spreads, torch.stack([silent, near, off], 1)], 1), begun, now)
+
+
+def _earlier(snapshot: Snapshot, names: list[str], now: Tensor) -> Tensor:
+    """Return the stored rows of layers; the current ones for layers that are new or have another shape."""
+    pairs = [(snapshot.get(name), new) for name, new in zip(names, now, strict=True)]
+    return torch.stack([new if old is None or old.shape != new.shape else old.to(new) for old, new in pairs])
 
 
 def _rows(tensor: Tensor, axes: tuple[int, ...], limit: int | None) -> Tensor:

@@ -135,21 +135,11 @@ class Reading:
         if not hasattr(writer, "add_scalar"):
             raise TypeError(f"a writer must have add_scalar(tag, value, step), got {type(writer).__name__}")
         for layer in self.layers:
-            for quantity, value in _scalars(layer).items():
+            for quantity in (*Layer._fields[5:], "skipped"):
+                found = getattr(layer, quantity)
+                value = found.middle if isinstance(found, Spread) else found
                 if not math.isnan(value):
                     writer.add_scalar(f"{quantity}/{layer.name}", value, self.step)
-
-
-def _scalars(layer: Layer) -> dict[str, float]:
-    return {
-        "turned": layer.turned.middle,
-        "from_start": layer.from_start.middle,
-        "grad_norm": layer.grad_norm.middle,
-        "silent": layer.silent,
-        "near_limit": layer.near_limit,
-        "off_balance": layer.off_balance,
-        "skipped": layer.skipped,
-    }
 
 
 def _cells(layer: Layer) -> tuple[str, ...]:

@@ -30,13 +30,14 @@ class Watch:
     def __init__(self, optimiser: Nero, neurons: int | None) -> None:
         self.optimiser, self.neurons = optimiser, neurons
         self.readings: list[Reading] = []
-        self._start, self._last = Snapshot(), Snapshot()
+        self._start: Snapshot = {}
+        self._last: Snapshot = {}
         self._measure()
 
     @property
     def nbytes(self) -> int:
         """The memory of the watch: two copies of the neurons that it follows."""
-        return sum(rows.nbytes for snapshot in (self._start, self._last) for rows in snapshot.rows.values())
+        return sum(rows.nbytes for snapshot in (self._start, self._last) for rows in snapshot.values())
 
     def read(self, step: int | None = None) -> Reading:
         """Measure every layer, without synchronising with the device until a number is accessed.
@@ -57,7 +58,7 @@ class Watch:
 
     def restart(self) -> None:
         """Make the current weights the start, for instance after loading other weights. Readings are kept."""
-        self._start, self._last = Snapshot(), Snapshot()
+        self._start, self._last = {}, {}
         self._measure()
 
     def write(self, writer: Writer | str | PathLike[str]) -> None:
@@ -89,8 +90,8 @@ class Watch:
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshots and all readings, to resume in another process."""
         return {
-            "start": dict(self._start.rows),
-            "last": dict(self._last.rows),
+            "start": dict(self._start),
+            "last": dict(self._last),
             "readings": [
                 {"step": reading.step, "layers": [_to_list(layer) for layer in reading.layers]}
                 for reading in self.readings
@@ -108,15 +109,15 @@ class Watch:
         if missing := [key for key in ("start", "last", "readings") if key not in state_dict]:
             raise ValueError(f"this is not the state_dict() of a watch: it has no {missing[0]!r}")
         # frozen parameters included: the run that was saved may have trained them
-        samples = [take_sample(part.name, part, {}, self.neurons) for part in self.optimiser.parts()]
-        own = {sample.name: sample.rows for sample in samples if sample is not None}
+        samples = [take_sample(part, {}, self.neurons) for part in self.optimiser.parts()]
+        own = {sample.part.name: sample.rows for sample in samples if sample is not None}
         start, last = (_checked_rows(state_dict[key], own) for key in ("start", "last"))
         readings = [
             Reading.of([_from_list(layer) for layer in saved["layers"]], saved["step"])
             for saved in state_dict["readings"]
         ]
-        self._start = Snapshot({**self._start.rows, **start})
-        self._last = Snapshot({**self._last.rows, **last})
+        self._start |= start
+        self._last |= last
         self.readings = readings
 
     def _check_has_readings(self, action: str) -> None:
@@ -127,21 +128,16 @@ class Watch:
     def _measure(self) -> list[BatchResult]:
         """Measure all layers, and update the snapshots."""
         parts = [part for part in self.optimiser.parts() if has_entered(self.optimiser.state.get(part.parameter))]
-        found = [take_sample(part.name, part, self.optimiser.state[part.parameter], self.neurons) for part in parts]
+        found = [take_sample(part, self.optimiser.state[part.parameter], self.neurons) for part in parts]
         samples = [sample for sample in found if sample is not None]
         places = {part.name: place for place, part in enumerate(parts)}
-        results, starts, lasts = [], {}, {}
+        results = []
         for batch in make_batches(samples):
             measured = measure(batch, self._start, self._last, self.neurons)
-            names = tuple(sample.name for sample in batch)
-            starts[names], lasts[names] = measured.start, measured.now
-            heads = [
-                LayerHead(places[sample.name], sample.name, sample.part.role.kind, sample.rows.shape[0])
-                for sample in batch
-            ]
+            heads = [LayerHead(places[name], name, role.kind, rows.shape[0]) for (name, _, role, _), _, rows in batch]
+            self._start.update(zip([head.name for head in heads], measured.start, strict=True))
+            self._last.update(zip([head.name for head in heads], measured.now, strict=True))
             results.append(BatchResult(heads, _stacked(batch, "step"), _stacked(batch, "skipped"), measured.table))
-        self._start.update(starts)
-        self._last.update(lasts)
         return pooled(results, parts, self.optimiser.state)
 
 

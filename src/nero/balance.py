@@ -53,7 +53,7 @@ class Balancer:
         wanted = [is_wanted(held.parameter) for held in whole]
         self._projector([held.neurons() for held in whole], wanted)
         for held, is_changed in zip(whole, wanted, strict=True):
-            if is_changed and held.spec is not None:
+            if is_changed:
                 held.sharding.write(held.parameter, held.parameter)
         for held in cut:
             if is_wanted(held.parameter):

@@ -28,7 +28,7 @@ def finish(job: Job, settings: Settings) -> None:
     job.state["grad_norm"].copy_(update.grad_norm)
     if job.buffer is not None and update.momentum_buffer is not None:
         job.buffer.copy_(rounded(update.momentum_buffer, job.buffer.dtype, settings.rounding, settings.generator))
-    _count(job, update.skipped)
+    job.state["skipped"].add_(update.skipped.sum())
 
 
 def apply_rule(job: Job, settings: Settings) -> rule.Update:
@@ -65,10 +65,6 @@ def apply_rule(job: Job, settings: Settings) -> rule.Update:
     )
 
 
-def _count(job: Job, skipped: Tensor) -> None:
-    job.state["skipped"].add_(skipped.sum())
-
-
 def _finish_sparse(job: Job, settings: Settings) -> None:
     """Take the dense step on the rows that have a gradient; the averages of all rows decay."""
     grad = job.grad.coalesce()
@@ -83,4 +79,4 @@ def _finish_sparse(job: Job, settings: Settings) -> None:
         0, rows, rounded(update.parameter, job.parameter.dtype, settings.rounding, settings.generator)
     )
     job.state["grad_norm"].mul_(math.sqrt(settings.beta)).index_copy_(0, rows, update.grad_norm)
-    _count(job, update.skipped)
+    job.state["skipped"].add_(update.skipped.sum())

@@ -42,21 +42,20 @@ class HasGrad(Protocol):
 class Member(NamedTuple):
     """A parameter of a group, or the local part of a sharded one, with its state.
 
-    ``holder`` has the gradient of a part; ``None`` stands for the parameter itself.
+    ``holder`` has the gradient: the parameter itself, or what stands for a part.
     """
 
     name: str
     parameter: Tensor
     role: Role
     state: dict[str, Tensor]
+    holder: HasGrad
     cut: Cut | None = None
-    holder: HasGrad | None = None
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient to step with; ``None`` if there is none, or if the parameter is frozen."""
-        holder = self.parameter if self.holder is None else self.holder
-        return holder.grad if self.parameter.requires_grad else None
+        return self.holder.grad if self.parameter.requires_grad else None
 
 
 class Group(NamedTuple):

@@ -25,11 +25,11 @@ _STATISTICS = frozenset({"grad_norm", "radius", "scale"})
 def member_of(name: str, parameter: Tensor, role: Role, state: dict[str, Any]) -> Member:
     """Make the member of a group from a parameter, or from the local part of a sharded one."""
     if not is_sharded(parameter):
-        return Member(name, parameter, role, state)
+        return Member(name, parameter, role, state, parameter)
     shard, cut = Shard(parameter, role, state), None
     if shard.sharding.is_cut:
         cut = Cut(role.fan_in(parameter.shape), shard.sharding.reduction, shard.sharding.group_of_row)
-    return Member(name, shard.local, shard.role, shard.state, cut, shard)
+    return Member(name, shard.local, shard.role, shard.state, shard, cut)
 
 
 class Shard:

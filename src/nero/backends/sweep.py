@@ -217,11 +217,10 @@ def line_of(member: Member, options: Mapping[str, Any], group: int, kind: type[S
             return None
         if not has_strides(job.buffer, job.parameter.stride()):
             # a part, whose state shares the memory of the whole; or a view, whose gaps the buffer would have, too
-            if member.holder is not None or span(parameter) > MAX_SPAN * parameter.numel():
+            if member.holder is not parameter or span(parameter) > MAX_SPAN * parameter.numel():
                 return None
             job = job._replace(buffer=_move_buffer(member))
-    holder = parameter if member.holder is None else member.holder
-    return Line(parameter, holder, job, layout, settings_of(options), group)
+    return Line(parameter, member.holder, job, layout, settings_of(options), group)
 
 
 def _is_to_be_cast(member: Member) -> bool:

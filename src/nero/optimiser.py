@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import itemgetter
 from typing import Any, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -50,8 +48,6 @@ from nero.state import UnseenState, groups_of, initial_state, read_again
 
 Params: TypeAlias = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 Loss = TypeVar("Loss")
-
-_params = itemgetter("params")
 
 
 class Nero(UnseenState):
@@ -334,7 +330,7 @@ class Nero(UnseenState):
         packed: dict[str, Any] = super().state_dict()
         parts = [part for part in self.parts() if is_sharded(part.parameter) and self._has_entered(part.parameter)]
         counts = {id(part.parameter): count for part, count in zip(parts, self._skipped(parts), strict=True)}
-        for index, parameter in enumerate(chain.from_iterable(map(_params, self.param_groups))):
+        for index, parameter in enumerate([each for group in self.param_groups for each in group["params"]]):
             if id(parameter) in counts:
                 packed["state"][index] = {**packed["state"][index], "skipped": counts[id(parameter)]}
         return packed

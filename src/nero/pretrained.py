@@ -35,9 +35,8 @@ def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_kno
         is_known: whether they are known to be that; otherwise marks and names tell.
     """
     entering = list(parts)
-    neurons = [part for part in entering if part.role.kind == "neuron" and part.parameter.requires_grad]
     names = {part.name for part in entering}
-    marked = [part for part in neurons if is_known or _looks_pretrained(part, names)]
+    marked = [part for part in entering if part.role.kind == "neuron" and (is_known or _looks_pretrained(part, names))]
     change = relative_change(marked)
     if change > MIN_CHANGE:
         moved = [part.name for part in marked if relative_change([part]) > MIN_CHANGE]
@@ -54,7 +53,7 @@ def relative_change(parts: Iterable[Part]) -> float:
     neurons = [part for part in parts if part.role.kind == "neuron" and part.parameter.numel()]
     moved = total = 0.0
     for part in neurons:
-        if part.parameter.requires_grad and can_read(part.parameter):
+        if can_read(part.parameter):
             change, norm = balance_change(part.parameter, part.role, part.group["fix_mean"], part.group["fix_norm"])
             moved, total = math.hypot(moved, change), math.hypot(total, norm)
     return moved / total if total else 0.0

@@ -46,13 +46,6 @@ class Momentum(NamedTuple):
     kept_by_step: float
 
 
-class Direction(NamedTuple):
-    """The direction u of a step, and m after it; ``None`` without momentum."""
-
-    u: Tensor
-    momentum_buffer: Tensor | None
-
-
 class Average(NamedTuple):
     """The running average after a gradient: ḡ, the divisor of the gradient, and two masks."""
 
@@ -165,17 +158,20 @@ def nudge(
     return Update(elements, average.grad_norm, average.skipped, kept_buffer(momentum, moved, average.skipped))
 
 
-def direction(g: Tensor, momentum: Momentum | None) -> Direction:
+def direction(g: Tensor, momentum: Momentum | None) -> tuple[Tensor, Tensor | None]:
     """Average gradients: m <- μ m + (1 - μ) g. The step takes u = m, or Nesterov's u = μ m + (1 - μ) g with the new m.
 
     Written in the old m, Nesterov's u is μ² m + (1 - μ²) g: g is averaged in twice. m has no bias correction: the step
     divides by the running average of u, which starts as short as u does.
+
+    Returns:
+        u, and the new m; ``None`` without momentum.
     """
     if momentum is None:
-        return Direction(g, None)
+        return g, None
     m, kept, kept_by_step = momentum.buffer.to(g.dtype), momentum.kept, momentum.kept_by_step
     moved = kept * m + (1 - kept) * g
-    return Direction(moved if kept_by_step == kept else kept_by_step * m + (1 - kept_by_step) * g, moved)
+    return moved if kept_by_step == kept else kept_by_step * m + (1 - kept_by_step) * g, moved
 
 
 def kept_buffer(momentum: Momentum | None, moved: Tensor | None, skipped: Tensor) -> Tensor | None:

@@ -23,8 +23,6 @@ MAX_STACK_ELEMENTS = 1 << 24
 
 def step(jobs: Sequence[Job], settings: Settings) -> None:
     """Step every job."""
-    if not jobs:
-        return
     torch._foreach_add_([job.state["step"] for job in jobs], 1)
     gains: list[Job] = []
     neurons: list[Job] = []

@@ -23,13 +23,16 @@ def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tens
     every other neuron has its own norm, at most half of the largest float; with ``False`` it has infinity.
     Of a sharded parameter, these are the neurons on this process, and ``grown`` masks those.
     """
-    own = own_radius(parameter, role)
-    is_zero = own < 0 if grown is None else (own < 0) | grown
     if fix_norm == "initial":
-        return torch.where(is_zero, -1.0, own)
+        own = own_radius(parameter, role)
+        return own if grown is None else torch.where(grown, -1.0, own)
+    wide = wide_neurons(parameter, role)
+    is_zero = (wide.amax(role.axes, keepdim=True) == 0) & (wide.amin(role.axes, keepdim=True) == 0)
+    if grown is not None:
+        is_zero |= grown
     if can_read(parameter) and not bool(sharding_of(parameter, role).total(is_zero.sum())):
         return None
-    return torch.where(is_zero, -1.0, torch.full_like(own, 1.0 if fix_norm else torch.inf))
+    return torch.where(is_zero, -1.0, 1.0 if fix_norm else torch.inf).to(wide.dtype)
 
 
 @torch.no_grad()

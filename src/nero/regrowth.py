@@ -5,6 +5,7 @@ Nero has trained the model, and the optimiser keeps short neurons as they are. O
 A checkpoint that is loaded later marks the neurons that grew, and the copies of these are written back.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from nero.sharding import local_of, sharding_of
 
 #: Copies of more elements are not made: a fresh network would be held twice.
 MAX_COPIED_ELEMENTS = 1 << 22
+#: Far above the rounding of any dtype; a neuron this far from where a decision turns is not measured exactly.
+CLOSE = 0.1
 
 
 class Copy(NamedTuple):
@@ -136,12 +139,9 @@ def find_short(
         if not is_held or not parameter.numel() or not can_read(parameter):
             continue
         tolerance = max(rounding_error(dtype) for dtype in (parameter.dtype, narrowest or parameter.dtype))
-        wide = wide_neurons(parameter, role)
-        size = norm(wide, role.axes)
-        off = distance(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True)
+        size, off, possible = _measure(part, tolerance)
         is_balanced = (off <= tolerance * size) & (size > 0)
         # a constant neuron cannot be balanced, so it says nothing
-        possible = project(wide, role.axes, fix_mean=fix_mean, fix_norm=fix_norm is True).possible
         mask = ~is_balanced & possible & ((size <= 1 + tolerance) | (fix_norm is False))
         counts = sharding_of(parameter, role).total(torch.stack([mask.sum(), (~is_balanced).sum()]))
         count, unbalanced = map(int, counts.cpu())  # tensor subclasses lack tolist
@@ -151,6 +151,26 @@ def find_short(
         if count:
             found.append((part, mask, count))
     return found, is_trained
+
+
+def _measure(part: Part, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the norms of neurons, their distances from balance, and which can be balanced.
+
+    Two quick passes do, unless a neuron is almost balanced, constant, or about as long as one.
+    """
+    _, parameter, role, group = part
+    fix_mean, fix_norm = group["fix_mean"] and role.fan_in(parameter.shape) != 2, group["fix_norm"] is True
+    wide, axes = wide_neurons(parameter, role), role.axes
+    size: Tensor = torch.linalg.vector_norm(wide, dim=axes, keepdim=True)
+    shift = wide.mean(axes, keepdim=True) * math.sqrt(role.fan_in(parameter.shape))
+    centred = (size.square() - shift.square()).sqrt()
+    off_norm = ((centred if fix_mean else size) - 1).abs() if fix_norm else torch.zeros_like(size)
+    off = torch.hypot(off_norm, shift) if fix_mean else off_norm
+    is_clear = (off <= tolerance / 2 * size) | ((off > CLOSE) & ((size - 1).abs() > CLOSE) & (centred > CLOSE * size))
+    if bool(is_clear.all()):
+        return size, off, centred > 0
+    exact = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm)
+    return norm(wide, axes), exact, project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm).possible
 
 
 def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, Any]]) -> None:

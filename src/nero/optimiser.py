@@ -269,7 +269,9 @@ class Nero(UnseenState):
             self._enter_late()
             self._regrowth.end()
             if self._is_fresh:
-                read_again(self.parts(), self._state)
+                changed = read_again(self.parts(), self._state)
+                if self._pretrained is None:
+                    warn_if_balanced(changed, "new since nero.Nero balanced them", is_known=True)
                 self._is_fresh = False
             groups = groups_of(self.param_groups, self._state, self._role)
             self._plan = backends.Plan(self.param_groups, self._state, groups, self._plan)

@@ -13,10 +13,8 @@ from nero.groups import Part
 from nero.known_layers import ADAPTERS
 from nero.messages import and_more, warn
 from nero.parameters import can_read
-from nero.radius import balance_change
+from nero.radius import MIN_CHANGE, balance_change
 
-#: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
-MIN_CHANGE = 0.01
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 

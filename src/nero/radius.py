@@ -1,5 +1,7 @@
 """The radius of neurons: the norms that they have, and those that they are held to."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,10 +11,21 @@ from nero.role import Role
 from nero.rule import norm, project, statistics_dtype
 from nero.sharding import sharding_of
 
+#: The relative change of weights from which balancing is worth a warning; rounding stays far below it.
+MIN_CHANGE = 0.01
+
 
 def wide_neurons(parameter: Tensor, role: Role) -> Tensor:
     """Return the neurons that have elements on this process, in at least float32: sums in half lose too much."""
     return sharding_of(parameter, role).neurons(parameter).to(statistics_dtype(parameter.dtype))
+
+
+def measure_roughly(parameter: Tensor, role: Role) -> tuple[Tensor, Tensor, Tensor]:
+    """Measure neurons in two quick passes: their norms, the norms of their means, and those of what is left."""
+    wide = wide_neurons(parameter, role)
+    size: Tensor = torch.linalg.vector_norm(wide, dim=role.axes, keepdim=True)
+    shift = wide.mean(role.axes, keepdim=True).abs() * math.sqrt(role.fan_in(parameter.shape))
+    return size, shift, (size.square() - shift.square()).sqrt()
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ Nero has trained the model, and the optimiser keeps short neurons as they are. O
 A checkpoint that is loaded later marks the neurons that grew, and the copies of these are written back.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from nero.known_layers import ADAPTERS
 from nero.messages import and_more, warn
 from nero.options import FixNorm
 from nero.parameters import can_read
-from nero.radius import initial_radius, wide_neurons
+from nero.radius import initial_radius, measure_roughly, wide_neurons
 from nero.role import Role
 from nero.rule import distance, norm, project, rounding_error, statistics_dtype
 from nero.sharding import local_of, sharding_of
@@ -160,15 +159,13 @@ def _measure(part: Part, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
     """
     _, parameter, role, group = part
     fix_mean, fix_norm = group["fix_mean"] and role.fan_in(parameter.shape) != 2, group["fix_norm"] is True
-    wide, axes = wide_neurons(parameter, role), role.axes
-    size: Tensor = torch.linalg.vector_norm(wide, dim=axes, keepdim=True)
-    shift = wide.mean(axes, keepdim=True) * math.sqrt(role.fan_in(parameter.shape))
-    centred = (size.square() - shift.square()).sqrt()
+    size, shift, centred = measure_roughly(parameter, role)
     off_norm = ((centred if fix_mean else size) - 1).abs() if fix_norm else torch.zeros_like(size)
     off = torch.hypot(off_norm, shift) if fix_mean else off_norm
     is_clear = (off <= tolerance / 2 * size) | ((off > CLOSE) & ((size - 1).abs() > CLOSE) & (centred > CLOSE * size))
     if bool(is_clear.all()):
         return size, off, centred > 0
+    wide, axes = wide_neurons(parameter, role), role.axes
     exact = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm)
     return norm(wide, axes), exact, project(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm).possible
 

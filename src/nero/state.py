@@ -17,7 +17,7 @@ from nero.messages import warn
 from nero.options import FixNorm
 from nero.parameters import can_read
 from nero.process import is_one_of_several
-from nero.radius import initial_radius, own_radius, wide_neurons
+from nero.radius import MIN_CHANGE, initial_radius, measure_roughly, own_radius, wide_neurons
 from nero.role import Role
 from nero.rounding import Noise, noise_of
 from nero.rule import SCALE_AT_ORIGIN, Number, distance, rounding_error, statistics_dtype
@@ -92,13 +92,18 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
 
 
 @torch.no_grad()
-def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> None:
+def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> list[Part]:
     """Read scales, and norms that are kept, again: weights may be loaded or sent after the optimiser is made.
 
     Parameters that have made a step keep theirs. So do sharded gains and biases, since all processes would have to
     join, and neurons that still are as the optimiser has balanced them.
+
+    Returns:
+        Parameters, if not sharded, with neurons that are far from balanced.
     """
-    for _, parameter, role, group in parts:
+    changed: list[Part] = []
+    for part in parts:
+        _, parameter, role, group = part
         own = state.get(parameter)
         if not has_entered(own) or not can_read(parameter) or float(own["step"]) > 0:
             continue
@@ -111,6 +116,16 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
                 off = distance(wide_neurons(parameter, role), role.axes, radius=known)
                 radius = torch.where(off <= rounding_error(parameter.dtype) * known.abs(), known, radius)
             known.copy_(radius)
+        elif "scale" not in own and "radius" not in own and not is_sharded(parameter) and parameter.numel():
+            if (radii := initial_radius(parameter, role, group["fix_norm"])) is not None:  # some are zero now
+                own["radius"] = radii
+            size, shift, _ = measure_roughly(parameter, role)
+            is_off = (((size - 1).abs() > MIN_CHANGE) & (group["fix_norm"] is True)) | (
+                (shift > MIN_CHANGE * size) & group["fix_mean"]
+            )
+            if bool(is_off.any()):
+                changed.append(part)
+    return changed
 
 
 def groups_of(

@@ -159,7 +159,7 @@ def test_deleted_buffer_starts_at_zero(backend: str):
 def test_buffer_of_parameter_that_grows_starts_at_zero(backend: str):
     """The neurons are columns, so that the strides of the buffer and the number of neurons stay the same."""
     weight = nn.Parameter(torch.randn(4, 3))
-    optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}], momentum=0.9, backend=backend)
+    optimiser = nero.Nero([{"params": [weight], "fan_in_axes": (0,)}], momentum=0.9, backend=backend, pretrained=False)
     for rows in (4, 8):
         weight.grad, weight.data = None, torch.randn(rows, 3)
         weight.grad = torch.randn(rows, 3)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -453,6 +454,42 @@ def test_unfreezing_warns_once_where_it_changes_the_function():
                 optimiser.step()
             assert found[0].filename == __file__
         optimiser.step()
+
+
+@pytest.mark.parametrize("choice", [None, True, False])
+def test_weights_loaded_after_the_optimiser_warn_where_the_step_balances_them(choice: bool | None):
+    model, trained = nn.Linear(6, 8), nn.Linear(6, 8)
+    optimiser = nero.Nero(model, pretrained=choice)
+    model.load_state_dict(trained.state_dict())
+    fill_grads(model, 0)
+    if choice is None:
+        with pytest.warns(UserWarning, match="the values of weight are new since nero.Nero balanced them"):
+            optimiser.step()
+    optimiser.step()
+
+
+def test_balanced_weights_loaded_after_the_optimiser_are_silent():
+    model = nn.Linear(6, 8)
+    optimiser = nero.Nero(model)
+    model.load_state_dict(nero.balance_(nn.Linear(6, 8)).state_dict())
+    fill_grads(model, 0)
+    optimiser.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"fix_norm": False, "fix_mean": False}, {"pretrained": True}], ids=str)
+def test_weights_set_to_zero_after_the_optimiser_step_as_if_before(options: dict[str, Any]):
+    def trained(is_first: bool) -> Tensor:
+        layer = nn.Linear(6, 8)
+        if is_first:
+            nn.init.zeros_(layer.weight)
+        optimiser = nero.Nero(layer, **options)
+        nn.init.zeros_(layer.weight)
+        for _ in range(3):
+            fill_grads(layer, 0)
+            optimiser.step()
+        return layer.weight.detach()
+
+    torch.testing.assert_close(trained(False), trained(True), rtol=0, atol=0)
 
 
 def test_cleared_state_warns_before_it_stretches_grown_neurons():

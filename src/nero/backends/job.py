@@ -194,7 +194,13 @@ def jobs_of(group: Group) -> list[Job]:
 
 def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     """Make the job of a member with this gradient."""
-    role, state = member.role, member.state
+    role, state, shape = member.role, member.state, member.parameter.shape
+    is_whole = member.cut is None and not torch.compiler.is_compiling()
+    if is_whole and (grad.shape != shape or state["grad_norm"].numel() * role.fan_in(shape) != shape.numel()):
+        raise ValueError(
+            f"{member.name} has the shape {tuple(shape)}, but its gradient or its state is of another: make a new "
+            "optimiser after resizing, such as resize_token_embeddings"
+        )
     dtype = statistics_dtype(member.parameter.dtype)
     if state["grad_norm"].dtype != dtype:  # the parameter was cast since its last step
         with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside it

@@ -33,7 +33,7 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
     (r"\w*Hyper(?:Connection|Head)\.(?:hc_)?fn|\w*Indexer\.\w+_gate", "oi"),  # DeepSeek V4, GLM 5
     (r"\w*Hyper(?:Connection|Head)\.\w+|\w*Indexer\.\w+_ape|\w*(?:Rglru|RGLRU)\.recurrent_param", "bias"),
     (r"\w*(?:Snake\w*|StarReLU)\.\w+|PriorTransformer\.clip_(?:mean|std)", "bias"),
-    (r"Affine\.alpha|\w*LayerScale\w*\.\w+|Idefics\w*\.alpha_\w+", "gain"),
+    (r"Affine\.alpha|\w*LayerScale\w*\.\w+", "gain"),
     (r"Dora\w*Layer\.weight", "bias"),  # PEFT's DoRA: the norms of neurons
 )
 
@@ -49,7 +49,8 @@ BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\w*scale_shift\w*|modulation|modulate_table", "bias"),  # PixArt, Wan
     (r"(?:\w+_)?(?:logit_scale(?:_\w+)?|per_dim_scale|temp|temperature|tau|const|sinks?)|log_\w+", "bias"),
     (r"(?:\w+_)?(?:alphas?|gates?)|resweight|rezero|vera_lambda_[bd]", "gate"),
-    (r"(?:\w+_)?alphas?(?:_\w+)?|lambdas|lambda_[qk]\d|\w*freq(?:s|uencies)?", "bias"),
+    (r"(?:\w+_)?alphas?(?:_\w+)?", "gain"),
+    (r"lambdas|lambda_[qk]\d|\w*freq(?:s|uencies)?", "bias"),
     (r"(?:\w+_)?gamma(?:_?\w+)?\d?|gamma\d|\w*layer_?scale\w*|ls\d*|lambda_?\d", "gain"),  # LayerScale
     (r"(?:\w+_)?gain|(?:\w+_)?scale\d?|(?:vision|text)_param|(?:input|post_attention)_residual", "gain"),
     (r"\w+_projection(?:_weight)?", "io"),  # CLIP and Gemma 3, used as inputs @ projection

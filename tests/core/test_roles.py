@@ -435,6 +435,7 @@ def owner(class_name, **parameters):
         (["logit_scale", "temperature", "tau", "sinks"], (4,), BIAS),
         (["alpha", "gate", "attn_gate", "resweight", "rezero"], (1,), GAIN),
         (["alpha", "resweight"], (), GAIN),
+        (["alpha", "alpha_cross_attn"], (1, 1, 8), GAIN),
         (["rel_pos_h", "rel_pos_w", "position_embeddings", "latents"], (9, 4), neuron(1)),
         (["pos_embed", "position_embeddings", "cls_token"], (1, 9, 4), neuron(2)),
         (["pos_embed", "position_embedding"], (1, 14, 14, 32), neuron(3)),

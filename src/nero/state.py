@@ -91,6 +91,7 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
         known.copy_(torch.where(known.isinf(), own_radius(parameter, role), known))
 
 
+@torch.inference_mode(False)  # as above
 @torch.no_grad()
 def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> list[Part]:
     """Read scales, and norms that are kept, again: weights may be loaded or sent after the optimiser is made.
@@ -99,7 +100,7 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
     join, and neurons that still are as the optimiser has balanced them.
 
     Returns:
-        Parameters, if not sharded, with neurons that are far from balanced.
+        Parameters that the next step moves, if not sharded, with neurons that are far from balanced.
     """
     changed: list[Part] = []
     for part in parts:
@@ -112,6 +113,8 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
             own["scale"].copy_(initial_scale(parameter, role))
         elif "radius" in own and group["fix_norm"] == "initial":
             known, radius = local_of(own["radius"]), own_radius(parameter, role)
+            if known.shape != radius.shape:  # resized: the step says so
+                continue
             if group["fix_mean"] and not is_one_of_several():  # replicas must all read the values that they now have
                 off = distance(wide_neurons(parameter, role), role.axes, radius=known)
                 radius = torch.where(off <= rounding_error(parameter.dtype) * known.abs(), known, radius)
@@ -119,11 +122,11 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
         elif "scale" not in own and "radius" not in own and not is_sharded(parameter) and parameter.numel():
             if (radii := initial_radius(parameter, role, group["fix_norm"])) is not None:  # some are zero now
                 own["radius"] = radii
+            if not parameter.requires_grad or parameter.grad is None:
+                continue
             size, shift, _ = measure_roughly(parameter, role)
-            is_off = (((size - 1).abs() > MIN_CHANGE) & (group["fix_norm"] is True)) | (
-                (shift > MIN_CHANGE * size) & group["fix_mean"]
-            )
-            if bool(is_off.any()):
+            is_long, is_shifted = (size - 1).abs() > MIN_CHANGE, shift > MIN_CHANGE * size
+            if bool(((is_long & (group["fix_norm"] is True)) | (is_shifted & group["fix_mean"])).any()):
                 changed.append(part)
     return changed
 

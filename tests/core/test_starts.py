@@ -468,12 +468,24 @@ def test_weights_loaded_after_the_optimiser_warn_where_the_step_balances_them(ch
     optimiser.step()
 
 
-def test_balanced_weights_loaded_after_the_optimiser_are_silent():
-    model = nn.Linear(6, 8)
+def test_balanced_or_frozen_weights_loaded_after_the_optimiser_are_silent():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(6, 8))
     optimiser = nero.Nero(model)
-    model.load_state_dict(nero.balance_(nn.Linear(6, 8)).state_dict())
-    fill_grads(model, 0)
+    model[0].load_state_dict(nero.balance_(nn.Linear(6, 8)).state_dict())
+    model[1].requires_grad_(False).load_state_dict(nn.Linear(6, 8).state_dict())
+    fill_grads(model[0], 0)
     optimiser.step()
+
+
+def test_state_read_again_in_inference_mode_works_outside():
+    layer = nn.Linear(6, 8)
+    optimiser = nero.Nero(layer)
+    nn.init.zeros_(layer.weight)
+    fill_grads(layer, 0)
+    with torch.inference_mode():
+        optimiser.step()
+    optimiser.step()
+    assert layer.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{}, {"fix_norm": False, "fix_mean": False}, {"pretrained": True}], ids=str)

@@ -188,19 +188,14 @@ def jobs_of(group: Group) -> list[Job]:
     for member in group.members:
         grad = member.grad
         if grad is not None and member.parameter.numel():
+            _check_shape(member, grad)
             jobs.append(job_of(member, grad, group.options))
     return jobs
 
 
 def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     """Make the job of a member with this gradient."""
-    role, state, shape = member.role, member.state, member.parameter.shape
-    is_whole = member.cut is None and not torch.compiler.is_compiling()
-    if is_whole and (grad.shape != shape or state["grad_norm"].numel() * role.fan_in(shape) != shape.numel()):
-        raise ValueError(
-            f"{member.name} has the shape {tuple(shape)}, but its gradient or its state is of another: make a new "
-            "optimiser after resizing, such as resize_token_embeddings"
-        )
+    role, state = member.role, member.state
     dtype = statistics_dtype(member.parameter.dtype)
     if state["grad_norm"].dtype != dtype:  # the parameter was cast since its last step
         with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside it
@@ -218,6 +213,19 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
         buffer = role.view(buffer) if member.cut is None else buffer
         grad = grad.to_dense() if grad.is_sparse else grad  # momentum moves all rows
     return Job(parameter, grad, state, role.axes, pull if role.is_pulled else 0.0, buffer)
+
+
+def _check_shape(member: Member, grad: Tensor) -> None:
+    """Raise if a parameter, its gradient and its state do not fit each other."""
+    shape, state = member.parameter.shape, member.state["grad_norm"]
+    if member.cut is not None or torch.compiler.is_compiling():
+        return
+    fits = grad.shape == shape and state.dim() == member.role.view(member.parameter).dim()
+    if not fits or state.numel() * member.role.fan_in(shape) != shape.numel():
+        raise ValueError(
+            f"{member.name} has the shape {tuple(shape)}, but its gradient or its state is of another: make a new "
+            "optimiser after resizing, such as resize_token_embeddings"
+        )
 
 
 @torch.inference_mode(False)  # a tensor made in inference mode is read-only outside it

@@ -208,7 +208,7 @@ def line_of(member: Member, options: Mapping[str, Any], group: int, kind: type[S
         return None
     job = job_of(member, parameter if grad is None else grad, options)
     layout = layout_of(job.parameter.shape, job.parameter.stride(), job.axes)
-    if layout is None or not has_expected_state(job):
+    if layout is None or layout.neurons != job.state["grad_norm"].numel() or not has_expected_state(job):
         return None
     if not kind.follows(layout, job.axes):
         return None

@@ -1,9 +1,9 @@
 """Parameters whose role their shape does not tell: by layer, by name, and by what the layer computes.
 
-A rule is ``"gain"``, ``"gate"``, ``"bias"``, ``"vectors"``, ``"positions"``, or the layout of neurons: one letter per
-axis, ``i`` for the axes of the fan-in and ``o`` for all others. A gate is a factor that may be meant to start at zero.
-``"bias"`` stands for all else that moves element by element and must not be pulled to one: biases, coefficients,
-temperatures, tables of attention biases.
+A rule is ``"gain"``, ``"gate"``, ``"factor"``, ``"bias"``, ``"vectors"``, ``"positions"``, or the layout of neurons:
+one letter per axis, ``i`` for the axes of the fan-in and ``o`` for all others. A factor may be meant to start at zero;
+a gate is a factor of at most one axis. ``"bias"`` stands for all else that moves element by element and must not be
+pulled to one: biases, coefficients, temperatures, tables of attention biases.
 """
 
 import copy
@@ -49,7 +49,7 @@ BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\w*scale_shift\w*|modulation|modulate_table", "bias"),  # PixArt, Wan
     (r"(?:\w+_)?(?:logit_scale(?:_\w+)?|per_dim_scale|temp|temperature|tau|const|sinks?)|log_\w+", "bias"),
     (r"(?:\w+_)?(?:alphas?|gates?)|resweight|rezero|vera_lambda_[bd]", "gate"),
-    (r"(?:\w+_)?alphas?(?:_\w+)?", "gain"),
+    (r"(?:\w+_)?alphas?(?:_\w+)?", "factor"),
     (r"lambdas|lambda_[qk]\d|\w*freq(?:s|uencies)?", "bias"),
     (r"(?:\w+_)?gamma(?:_?\w+)?\d?|gamma\d|\w*layer_?scale\w*|ls\d*|lambda_?\d", "gain"),  # LayerScale
     (r"(?:\w+_)?gain|(?:\w+_)?scale\d?|(?:vision|text)_param|(?:input|post_attention)_residual", "gain"),

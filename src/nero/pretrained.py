@@ -2,12 +2,12 @@
 
 import math
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nero.groups import Part
 from nero.known_layers import ADAPTERS
@@ -33,8 +33,8 @@ def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_kno
         is_known: whether they are known to be that; otherwise marks and names tell.
     """
     entering = list(parts)
-    names = {part.name for part in entering}
-    marked = [part for part in entering if part.role.kind == "neuron" and (is_known or _looks_pretrained(part, names))]
+    named = {part.name: part.parameter for part in entering}
+    marked = [part for part in entering if part.role.kind == "neuron" and (is_known or _looks_pretrained(part, named))]
     change = relative_change(marked)
     if change > MIN_CHANGE:
         moved = [part.name for part in marked if relative_change([part]) > MIN_CHANGE]
@@ -69,8 +69,9 @@ def warn_if_redundant(parts: Iterable[Part]) -> None:
         )
 
 
-def _looks_pretrained(part: Part, names: Container[str]) -> bool:
-    if "lora_B" in part.name and part.name.replace("lora_B", "lora_E") in names:  # AdaLoRA's is random; its E is zero
+def _looks_pretrained(part: Part, named: Mapping[str, Tensor]) -> bool:
+    factor = named.get(part.name.replace("lora_B", "lora_E"), part.parameter)
+    if factor is not part.parameter and can_read(factor) and not factor.any():  # AdaLoRA's new B is random, its E zero
         return False
     is_loaded = getattr(part.parameter, "_is_hf_initialized", False)  # set by from_pretrained of transformers 5
     return is_loaded or any(name in part.name for name in ADAPTERS)

@@ -26,6 +26,8 @@ from nero.sharding import local_of, sharding_of
 MAX_COPIED_ELEMENTS = 1 << 22
 #: Far above the rounding of any dtype; a neuron this far from where a decision turns is not measured exactly.
 CLOSE = 0.1
+#: Norms whose squares are within float32's range.
+SHORTEST, LONGEST = 1e-15, 1e15
 
 
 class Copy(NamedTuple):
@@ -163,7 +165,7 @@ def _measure(part: Part, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
     off_norm = ((centred if fix_mean else size) - 1).abs() if fix_norm else torch.zeros_like(size)
     off = torch.hypot(off_norm, shift) if fix_mean else off_norm
     is_clear = (off <= tolerance / 2 * size) | ((off > CLOSE) & ((size - 1).abs() > CLOSE) & (centred > CLOSE * size))
-    if bool(is_clear.all()):
+    if bool((is_clear & (size > SHORTEST) & (size < LONGEST)).all()):
         return size, off, centred > 0
     wide, axes = wide_neurons(parameter, role), role.axes
     exact = distance(wide, axes, fix_mean=fix_mean, fix_norm=fix_norm)

@@ -237,7 +237,7 @@ def _role_in_norm(norm: nn.Module, name: str) -> Role:
 
 
 def _role_under(rule: str, shape: tuple[int, ...]) -> Role:
-    if rule == "gate":
+    if rule in ("gate", "factor"):
         return Role("gain", (), is_weight=True)
     if rule in ("gain", "bias"):
         return Role(cast(Kind, rule), ())

@@ -427,6 +427,9 @@ def test_random_factors_of_adalora_are_not_taken_for_pretrained():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nero.Nero(model)
+    trained = nn.ModuleDict({"lora_B": nn.Linear(3, 5, bias=False), "lora_E": nn.Linear(1, 3, bias=False)})
+    with pytest.warns(UserWarning, match="lora_B"):
+        nero.Nero(trained)
 
 
 def test_transformers_marks_what_it_loads(tmp_path):

@@ -197,6 +197,7 @@ def test_gain_penalty_leaves_gains_around_zero():
 
 
 def test_factors_that_may_start_at_zero_are_gains_without_penalty():
+    assert by_name(roles_of(shapes(log_alpha=()))) == {"log_alpha": "bias"}
     roles = roles_of(shapes(block__alpha=(), block__attn_gate=(8,), rezero=(1,)))
     assert all(role.kind == "gain" and not role.is_pulled for role in roles.values())
 

@@ -20,7 +20,7 @@ Tree: TypeAlias = Any
 
 _BIAS = re.compile(r"b|(.*_)?(bias|offset|beta|shift|slope)")
 _GAIN = re.compile(r"(layer_)?scale|gain|gamma")
-_GATE = re.compile(r"(.*_)?(alphas?|gates?)|resweight|rezero")
+_GATE = re.compile(r"(?!log_)(.*_)?(alphas?|gates?)|resweight|rezero")
 _VECTORS = re.compile(r"(.*_)?(emb|embed|embeddings?|tokens?|cls)")
 _RELATIVE_BIAS = re.compile(r"rel(ative)?_?(pos\w*|attention)_bias|rel_embedding")
 _KERNEL = re.compile(r"kernel|w|lora_[ab]")

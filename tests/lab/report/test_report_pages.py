@@ -230,8 +230,9 @@ def test_figure_of_table1_shows_the_committed_records():
         means = [line.get_ydata()[-1] for line in curves if line.get_marker() != "None"]
         assert means == pytest.approx([sum(values) / len(values) for values in ends.values() if values])
         seeds = [line.get_ydata()[-1] for line in curves if line.get_marker() == "None"]
-        far = facts.task == "cifar10-vgg11"  # one of Adam's seeds collapsed
-        assert sorted(seeds) == pytest.approx(sorted(itertools.chain(*ends.values())) if far else [])
+        far = facts.task in ("cifar10-vgg11", "translation")  # one seed of Adam's, and one of SGD's, broke down
+        several = [values for values in ends.values() if len(values) > 1]
+        assert sorted(seeds) == pytest.approx(sorted(itertools.chain(*several)) if far else [])
         counts = [f"{label} {len(ends[label.lower()])}" for label in ("Nero", "SGD", "Adam", "LAMB")]
         same = len(set(map(len, ends.values()))) == 1
         expected = f"{len(ends['nero'])} each" if same else ", ".join(counts)

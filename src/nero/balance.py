@@ -321,7 +321,7 @@ def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.P
 
 
 def _check_constraints(fix_mean: object, fix_norm: object) -> None:
-    if fix_mean not in (True, False) or fix_norm not in (True, False):
+    if not isinstance(fix_mean, bool) or not isinstance(fix_norm, bool):
         raise ValueError(
             f"fix_mean and fix_norm must be True or False here, got {fix_mean!r} and {fix_norm!r}; "
             "fix_norm=False leaves norms as they are"

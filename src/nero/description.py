@@ -49,7 +49,7 @@ class Row(NamedTuple):
     @property
     def is_unknown(self) -> bool:
         """True if the layer is unknown, so that the role comes from the shape."""
-        return self.role.why.endswith(" is unknown")
+        return " is unknown" in self.role.why
 
     def cells(self) -> tuple[str, ...]:
         """Return the text of each column."""
@@ -211,10 +211,9 @@ def _change_and_norm(parameter: Tensor, role: Role) -> tuple[float, float]:
 
 @torch.no_grad()
 def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
-    if "fan-in 1" in role.why:
-        return "gain: its fan-in is 1"
     if role.kind != "neuron":
-        return "gains have no fan-in" if role.kind == "gain" else "biases have no fan-in"
+        has_one = role.is_weight and "fan-in 1" in role.why
+        return "gain: its fan-in is 1" if has_one else f"{'gains' if role.kind == 'gain' else 'biases'} have no fan-in"
     if fan_in == 2:
         return "norm only: its fan-in is 2"
     if parameter.is_complex():

@@ -65,8 +65,8 @@ class Nero(UnseenState):
     evaluate or copy the model. Neurons that are balanced already, as in a loaded model, keep their bits.
 
     Args:
-        params: a module, whose layers tell the role of each parameter; or, as for any optimiser of torch,
-            parameters, named parameters or groups, whose shapes tell it.
+        params: a module: its layers determine the role of each parameter. Or, as for any optimiser of torch,
+            parameters, named parameters or groups: their shapes determine it.
         lr: η, the angle in radians through which a neuron turns in a step: a float, or a tensor of one element, which
             lets ``torch.compile`` and CUDA graphs change it. Each group has its own copy of a tensor, ``group["lr"]``.
             ``"auto"`` stands for ``lr=0.1, depth="auto", longest_step=3``, a smaller angle for a deeper module.
@@ -98,7 +98,7 @@ class Nero(UnseenState):
         pretrained: keep the weights that the model comes with, and only turn them: ``fix_norm="initial"`` and
             ``fix_mean=False``. ``False`` balances them. ``None`` does so too, with a warning if the model looks
             pretrained, or if parameters are unfrozen later.
-        others: options of other optimisers that ask for nothing, such as ``weight_decay=0``; they are dropped.
+        others: options of other optimisers at a value without effect, such as ``weight_decay=0``; they are dropped.
 
     Every option can be given for a group alone. A group can also have ``role`` (``"neuron"``, ``"gain"``, ``"bias"``,
     or ``None`` for the shape rule), ``fan_in_axes`` and ``fan_in_groups``, as :func:`nero.param_groups` sets them.
@@ -116,7 +116,7 @@ class Nero(UnseenState):
         Liu, Bernstein, Meister and Yue, 2021, Algorithm 1.
     """
 
-    # no defaults here: wrappers such as Lightning's inherit this class, and ask the optimiser only for what they lack
+    # no defaults here: Lightning's wrapper inherits this class, and defaults would hide the optimiser's attributes
     _plan: backends.Plan | None
     _depth_counter: DepthCounter
     _regrowth: Regrowth
@@ -152,7 +152,7 @@ class Nero(UnseenState):
             raise TypeError(
                 f"{min(of_groups)!r} is for groups: nero.Nero([{{'params': ..., {min(of_groups)!r}: ...}}])"
             )
-        if pretrained not in (None, True, False):
+        if not (pretrained is None or isinstance(pretrained, bool)):
             raise ValueError(f"pretrained must be True, False or None, got {pretrained!r}")
         is_auto = isinstance(lr, str) and lr == "auto"
         if is_auto:
@@ -271,7 +271,7 @@ class Nero(UnseenState):
             if self._is_fresh:
                 changed = read_again(self.parts(), self._state)
                 if self._pretrained is None:
-                    warn_if_balanced(changed, "new since nero.Nero balanced them", is_known=True)
+                    warn_if_balanced(changed, "new since nero.Nero balanced them", is_known=True, state=self._state)
                 self._is_fresh = False
             groups = groups_of(self.param_groups, self._state, self._role)
             self._plan = backends.Plan(self.param_groups, self._state, groups, self._plan)
@@ -438,6 +438,6 @@ class Nero(UnseenState):
                 tensors = (local_of(tensor) for tensor in (part.parameter, part.parameter.grad) if tensor is not None)
                 backends.check_backend(part.group["backend"], part.name, *tensors)
         if self._pretrained is None:
-            warn_if_balanced(late, "new here, unfrozen, or without state", is_known=True)
+            warn_if_balanced(late, "new to nero.Nero (unfrozen, replaced, or without state)", is_known=True)
         for part in late:
             self._state[part.parameter].update(initial_state(part.parameter, part.role, part.group))

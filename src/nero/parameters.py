@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from nero.messages import warn
 from nero.process import is_capturing
-from nero.sharding import agreed_flags, check_sharding, is_sharded, local_of
+from nero.sharding import agreed_flags, check_sharding, local_of
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
 
@@ -131,9 +131,9 @@ def check_gradients(named: Iterable[tuple[str, Tensor]]) -> None:
 @torch.no_grad()
 def _first_nonfinite(named: Sequence[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor that is not finite. Processes that share a sharded one agree on it."""
+    if not named:
+        return None
     tensors = [tensor for _, tensor in named]
-    if not any(map(is_sharded, tensors)):
-        return next((name for name, tensor in named if not bool(_is_finite(tensor))), None)
     device = local_of(tensors[0]).device  # one wait for all, where all are on one device
     flags = torch.stack([~_is_finite(tensor).to(device) for tensor in tensors])
     found = agreed_flags(flags.to(torch.int32), tensors).nonzero()

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,27 @@ def is_pretrained(model: nn.Module) -> bool:
     return any(cast(dict[str, str], getattr(part, "config", {})).get("_name_or_path") for part in parts)
 
 
-def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_known: bool = False) -> None:
+def warn_if_balanced(
+    parts: Iterable[Part],
+    cause: str = "pretrained",
+    *,
+    is_known: bool = False,
+    state: Mapping[Tensor, dict[str, Any]] | None = None,
+) -> None:
     """Warn if parameters are about to be balanced that should perhaps stay as they are.
 
     Args:
         parts: parameters that enter the optimiser.
         cause: what they are, for the message.
         is_known: whether they are known to be that; otherwise marks and names tell.
+        state: the state of parameters that have entered before, with the norms that neurons are held to.
     """
     entering = list(parts)
     named = {part.name: part.parameter for part in entering}
     marked = [part for part in entering if part.role.kind == "neuron" and (is_known or _looks_pretrained(part, named))]
-    change = relative_change(marked)
+    change = relative_change(marked, state)
     if change > MIN_CHANGE:
-        moved = [part.name for part in marked if relative_change([part]) > MIN_CHANGE]
+        moved = [part.name for part in marked if relative_change([part], state) > MIN_CHANGE]
         warn(
             f"the values of {and_more(moved)} are {cause}, and balancing moves the weights by "
             f"{change:.0%} of their norm, which changes what the model computes: keep the weights with "
@@ -46,13 +53,15 @@ def warn_if_balanced(parts: Iterable[Part], cause: str = "pretrained", *, is_kno
 
 
 @torch.no_grad()
-def relative_change(parts: Iterable[Part]) -> float:
+def relative_change(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]] | None = None) -> float:
     """Return the norm of the change that balancing makes to neurons, relative to the norm of the neurons."""
     neurons = [part for part in parts if part.role.kind == "neuron" and part.parameter.numel()]
     moved = total = 0.0
     for part in neurons:
         if can_read(part.parameter):
-            change, norm = balance_change(part.parameter, part.role, part.group["fix_mean"], part.group["fix_norm"])
+            radius = (state or {}).get(part.parameter, {}).get("radius")
+            options = part.group["fix_mean"], part.group["fix_norm"]
+            change, norm = balance_change(part.parameter, part.role, *options, radius)
             moved, total = math.hypot(moved, change), math.hypot(total, norm)
     return moved / total if total else 0.0
 

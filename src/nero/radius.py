@@ -58,11 +58,15 @@ def own_radius(parameter: Tensor, role: Role) -> Tensor:
 
 @torch.no_grad()
 def balance_change(
-    parameter: Tensor, role: Role, fix_mean: bool = True, fix_norm: FixNorm = True
+    parameter: Tensor, role: Role, fix_mean: bool = True, fix_norm: FixNorm = True, radius: Tensor | None = None
 ) -> tuple[float, float]:
-    """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter."""
+    """Return the norm of the change that balancing would make to a parameter, and the norm of the parameter.
+
+    ``radius`` is the norm that each neuron is held to, if known.
+    """
     wide = wide_neurons(parameter, role)
-    radius = own_radius(parameter, role) if fix_norm == "initial" else 1.0
+    if radius is None:
+        radius = own_radius(parameter, role) if fix_norm == "initial" else wide.new_ones(())
     projected = project(wide, role.axes, fix_mean=fix_mean, fix_norm=bool(fix_norm), radius=radius).tensor
     norms = torch.stack([torch.linalg.vector_norm(each) for each in (projected - wide, wide)])
     change, size = sharding_of(parameter, role).total(norms.double().square()).sqrt().tolist()

@@ -84,7 +84,7 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
         return
     known = local_of(state["radius"])  # changed in place, since captured graphs hold the address
     if fix_norm is True:
-        known.sign_()  # one, or at most one
+        known.sign_()  # 1: norm one; -1: started at zero, norm at most one
     # infinite where the norm was free when the neuron entered. Each process decides for its own neurons, without the
     # others: a step may be one of this process alone
     elif fix_norm == "initial" and can_read(parameter) and bool(known.isinf().any()):
@@ -94,7 +94,7 @@ def match_radius(parameter: Tensor, role: Role, state: dict[str, Tensor], fix_no
 @torch.inference_mode(False)  # as above
 @torch.no_grad()
 def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) -> list[Part]:
-    """Read scales, and norms that are kept, again: weights may be loaded or sent after the optimiser is made.
+    """Read scales and norms again: weights may be loaded or sent after the optimiser is made.
 
     Parameters that have made a step keep theirs. So do sharded gains and biases, since all processes would have to
     join, and neurons that still are as the optimiser has balanced them.
@@ -106,29 +106,48 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
     for part in parts:
         _, parameter, role, group = part
         own = state.get(parameter)
-        if not has_entered(own) or not can_read(parameter) or float(own["step"]) > 0:
+        if not has_entered(own) or not can_read(parameter) or not parameter.numel() or float(own["step"]) > 0:
             continue
-        # in place: captured graphs hold the address
-        if "scale" in own and not is_sharded(parameter):
-            own["scale"].copy_(initial_scale(parameter, role))
-        elif "radius" in own and group["fix_norm"] == "initial":
-            known, radius = local_of(own["radius"]), own_radius(parameter, role)
-            if known.shape != radius.shape:  # resized: the step says so
-                continue
-            if group["fix_mean"] and not is_one_of_several():  # replicas must all read the values that they now have
-                off = distance(wide_neurons(parameter, role), role.axes, radius=known)
-                radius = torch.where(off <= rounding_error(parameter.dtype) * known.abs(), known, radius)
-            known.copy_(radius)
-        elif "scale" not in own and "radius" not in own and not is_sharded(parameter) and parameter.numel():
-            if (radii := initial_radius(parameter, role, group["fix_norm"])) is not None:  # some are zero now
-                own["radius"] = radii
-            if not parameter.requires_grad or parameter.grad is None:
-                continue
-            size, shift, _ = measure_roughly(parameter, role)
-            is_long, is_shifted = (size - 1).abs() > MIN_CHANGE, shift > MIN_CHANGE * size
-            if bool(((is_long & (group["fix_norm"] is True)) | (is_shifted & group["fix_mean"])).any()):
+        if role.kind == "neuron" and group["fix_norm"] == "initial":
+            if "radius" in own:
+                _read_norms_again(part, local_of(own["radius"]))
+        elif not is_sharded(parameter):
+            if role.kind != "neuron":
+                own["scale"].copy_(initial_scale(parameter, role))  # in place: captured graphs hold the address
+            elif _has_changed(part, own) and parameter.requires_grad and parameter.grad is not None:
                 changed.append(part)
     return changed
+
+
+def _read_norms_again(part: Part, known: Tensor) -> None:
+    """Set the radius of neurons to the norms that they have now, if these are not those of the balanced neurons."""
+    _, parameter, role, group = part
+    radius = own_radius(parameter, role)
+    if known.shape != radius.shape:  # resized: the step says so
+        return
+    if group["fix_mean"] and not is_one_of_several():  # replicas must all read the values that they now have
+        off = distance(wide_neurons(parameter, role), role.axes, radius=known)
+        radius = torch.where(off <= rounding_error(parameter.dtype) * known.abs(), known, radius)
+    known.copy_(radius)
+
+
+def _has_changed(part: Part, state: dict[str, Any]) -> bool:
+    """Return whether neurons are far from balanced. Those that are zero, or no longer, get the radius of their kind."""
+    _, parameter, role, group = part
+    size, shift, _ = measure_roughly(parameter, role)
+    usual = 1.0 if group["fix_norm"] else torch.inf
+    known = state.get("radius", torch.full_like(size, usual))
+    if known.shape != size.shape:  # as above
+        return False
+    # a neuron that was zero, and is longer than neurons grow, was loaded
+    radius = torch.where((known < 0) & (size > 1 + MIN_CHANGE), usual, known).masked_fill(size == 0, -1.0)
+    is_long, is_shifted = (size - 1).abs() > MIN_CHANGE, shift > MIN_CHANGE * size
+    is_off = ((is_long & group["fix_norm"]) | (is_shifted & group["fix_mean"])) & (radius > 0)
+    if "radius" in state:
+        known.copy_(radius)
+    elif bool((radius < 0).any()):
+        state["radius"] = radius
+    return bool(is_off.any())
 
 
 def groups_of(

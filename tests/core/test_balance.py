@@ -278,7 +278,7 @@ def test_balance_after_step_unknown_fix_norm_raises():
 
 
 @pytest.mark.parametrize("call", [nero.balance_, nero.is_balanced])
-@pytest.mark.parametrize("options", [{"fix_norm": "initial"}, {"fix_norm": None}, {"fix_mean": "no"}], ids=str)
+@pytest.mark.parametrize("options", [{"fix_norm": "initial"}, {"fix_norm": None}, {"fix_mean": 1}], ids=str)
 def test_constraint_not_bool_raises(call, options: dict):
     """``fix_norm="initial"`` is an option of the optimiser; here it would count as true and set norms to one."""
     layer = nn.Linear(8, 4)

@@ -350,7 +350,7 @@ def test_checkpoint_with_keys_of_other_tools_loads():
 
 
 @pytest.mark.parametrize("frozen", [(0,), (0, 1)], ids=["one layer", "all"])
-@pytest.mark.filterwarnings("ignore:nothing to train", "ignore:.* unfrozen")
+@pytest.mark.filterwarnings("ignore:nothing to train", "ignore:.*unfrozen")
 def test_own_entries_of_frozen_parameters_load_and_unfreeze(frozen: tuple[int, ...]):
     """Nero has no state of frozen parameters, but users may add to it, here a mask."""
     models = MODEL(), MODEL()

@@ -267,6 +267,12 @@ def test_overrides_of_unknown_parameters_can_be_pasted(shapes):
     assert {name for name, role in given.items() if role.why == "given"} == {f"{i}.mixer" for i in range(len(shapes))}
 
 
+def test_tied_unknown_parameter_is_listed_as_unknown():
+    model = nn.Sequential(Gated(4, 3), Gated(4, 3))
+    model[1].mixer = model[0].mixer
+    assert "0.mixer" in str(nero.describe(model)).partition("check them:")[2]
+
+
 @pytest.mark.parametrize("depth", [1, 12])
 def test_text_fits_a_terminal_with_long_names(depth):
     model = nn.Linear(10**4, 10**4, device="meta")

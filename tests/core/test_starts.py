@@ -471,6 +471,35 @@ def test_weights_loaded_after_the_optimiser_warn_where_the_step_balances_them(ch
     optimiser.step()
 
 
+@pytest.mark.parametrize("fix_norm", [True, False])
+def test_weights_loaded_into_zero_neurons_warn_and_are_held_as_any(fix_norm: bool):
+    table, head = nn.Embedding(10, 6, padding_idx=0), nn.Linear(6, 8, bias=False)
+    nn.init.zeros_(head.weight)
+    model = nn.Sequential(table, head)
+    optimiser = nero.Nero(model, fix_norm=fix_norm)
+    with torch.no_grad():
+        head.weight.copy_(torch.arange(48).reshape(8, 6))
+        table.weight[1:] = 3 * table.weight[1:] + 1
+    fill_grads(model, 0)
+    with pytest.warns(UserWarning, match="the values of 0.weight and 1 more are new since"):
+        optimiser.step()
+    usual = 1.0 if fix_norm else torch.inf
+    assert optimiser.state[table.weight]["radius"].flatten().tolist() == [-1.0] + 9 * [usual]
+    assert optimiser.state[head.weight]["radius"].flatten().tolist() == 8 * [usual]
+    assert nero.is_balanced(head) == fix_norm
+
+
+def test_short_rows_loaded_into_zero_neurons_are_silent_and_stay_short():
+    layer = nn.Linear(6, 8)
+    nn.init.zeros_(layer.weight)
+    optimiser = nero.Nero(layer)
+    with torch.no_grad():
+        layer.weight.copy_(nero.balance_(nn.Linear(6, 8)).weight / 10)  # as LoRA's B after a few steps
+    fill_grads(layer, 0)
+    optimiser.step()
+    assert bool((layer.weight.norm(dim=1) < 0.2).all())
+
+
 def test_balanced_or_frozen_weights_loaded_after_the_optimiser_are_silent():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(6, 8))
     optimiser = nero.Nero(model)
@@ -514,7 +543,7 @@ def test_cleared_state_warns_before_it_stretches_grown_neurons():
     fill_grads(layer, 0)
     optimiser.step()
     optimiser.state.clear()
-    with pytest.warns(UserWarning, match="the values of weight are new here, unfrozen, or without state"):
+    with pytest.warns(UserWarning, match="the values of weight are new to nero.Nero"):
         optimiser.step()
 
 

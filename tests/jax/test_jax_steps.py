@@ -257,6 +257,7 @@ def test_bad_option_raises(options: dict[str, Any], message: str):
         (nero.jax.nero, {"eps": 1e-8}, "scale-free"),
         (nero.jax.nero, {"fix_nrom": True}, "did you mean fix_norm?"),
         (nero.jax.nero, {"use_muon": True}, "the options are learning_rate, beta"),
+        (nero.jax.nero, {"on_nonfinite": "skip"}, "always left out"),
         (nero.jax.scale_by_nero, {"b2": 0.99}, "nero.jax.scale_by_nero.*beta=0.999"),
         (nero.jax.keep_balanced, {"overrides": {}}, "nero.jax.keep_balanced.*roles=nero.jax.roles_of"),
     ],

@@ -21,6 +21,9 @@ HINTS: dict[str, str] = {name: FOREIGN_OPTIONS[name] for name in ("weight_decay"
     "optax.set_to_zero() for the others",
     "depth": "divide learning_rate by the depth of the network",
     "maximize": "put optax.scale(-1.0) before it, by optax.chain",
+    "on_nonfinite": "neurons whose gradient is not finite are always left out",
+    "rounding": "rounding is to nearest; keep the parameters in float32",
+    "backend": "XLA compiles the step for every device; leave it out",
     "pretrained": "give fix_norm='initial' and fix_mean=False to nero.jax.nero and nero.jax.balance",
     "overrides": "give roles=nero.jax.roles_of(params, overrides)",
 }
@@ -77,7 +80,7 @@ def checked(name: str, value: Any, accepts: Callable[[float], bool], expected: s
 
 def check_constraints(fix_mean: object, fix_norm: object) -> None:
     """Raise if a constraint is invalid."""
-    if fix_mean not in (True, False) or fix_norm not in (True, False, "initial"):
+    if not isinstance(fix_mean, bool) or not (isinstance(fix_norm, bool) or fix_norm == "initial"):
         raise ValueError(
             f"fix_mean must be True or False, and fix_norm True, False or 'initial', got {fix_mean!r} and {fix_norm!r}"
         )

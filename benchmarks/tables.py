@@ -1,4 +1,4 @@
-"""The cost tables of README.md, docs/speed.md and three pages of docs/guide, written from the committed records.
+"""The cost tables of the pages, written from the committed records.
 
 A table stands between ``<!-- cost: NAME -->`` and ``<!-- end -->``. Run ``python benchmarks/tables.py`` after a new
 record.
@@ -17,7 +17,8 @@ from timing import Row
 
 from nero_lab.report.markdown import render_table
 
-PAGES = ("README.md", "docs/speed.md", "docs/guide/sharding.md", "docs/guide/constraints.md", "docs/guide/jax.md")
+GUIDES = tuple(f"docs/guide/{name}.md" for name in ("sharding", "constraints", "jax", "watching"))
+PAGES = ("README.md", "docs/speed.md", *GUIDES, "docs/paper/cgan.md")
 BLOCK = re.compile(r"(<!-- cost: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -262,6 +263,25 @@ def jax_steps() -> str:
     )
 
 
+def watch() -> str:
+    """Make the table of readings of the watch: their time, and the share of it in a hundred steps."""
+    cells: dict[str, dict[str, str]] = {}
+    for device in ("cpu", "cuda"):
+        for row in record(f"watch-{device}")["rows"]:
+            share = f"{_ms(row['milliseconds_a_reading'])}, {row['per_cent_slower']:.2g} %"
+            cells.setdefault(row["workload"], {})[device] = share
+    lines = [[name, *(found.get(device, "-") for device in ("cpu", "cuda"))] for name, found in cells.items()]
+    return render_table(["workload", "CPU", "H200"], lines)
+
+
+def distances() -> str:
+    """Make the table of Fréchet distances from training images to others."""
+    (found,) = record("distances")["from training images to"].values()
+    return render_table(
+        ["from training images to", "distance"], [[name, f"{value:.3g}"] for name, value in found.items()]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "gpu-steps": gpu_steps,
@@ -277,6 +297,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rank-memory": rank_memory,
     "balance": balance,
     "jax": jax_steps,
+    "watch": watch,
+    "distances": distances,
 }
 
 

@@ -59,7 +59,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--sections must be among {', '.join(SECTIONS)}, got {', '.join(sorted(unknown))}")
     torch.set_float32_matmul_precision("highest")  # no TF32
     device, is_quick = torch.device(arguments.device), arguments.quick
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here: take --device cpu")
     path = out_folder(arguments) / f"{record_name(device)}.json"
+    if path.parent.exists() and not path.parent.is_dir():
+        parser.error(f"--out must be a folder, got {path.parent}")
 
     console = Console(width=None if sys.stdout.isatty() else 120)
     record = start_record(path, device, is_quick)

@@ -31,6 +31,7 @@ from nero_lab.session import (
     bytes_needed,
     check_precision,
     exit_if_stopped,
+    exit_on_error,
     find_device,
     load_data,
     ray_session,
@@ -235,6 +236,9 @@ def plan(
     """Show which runs of the protocol are on record, and make those that are missing."""
     if task and study != "paper":
         raise SettingError("name tasks or a --study, not both")
+    if minutes < math.inf and not run:
+        raise SettingError("--minutes needs --run")
+    where = find_device(device)
     tasks = [task_named(name) for name in task or [each.name for each in TASKS.values() if each.study == study]]
     if not tasks:
         raise SettingError(f"there is no study {study!r}: take paper, today, depth or claims")
@@ -242,12 +246,9 @@ def plan(
     cells = cells_of(tasks, read_records(records) if records.exists() or not (run or records == OUT) else [], known)
     console.print(*lines_of(cells, known), sep="\n")
     if not run:
-        if minutes < math.inf:
-            raise SettingError("--minutes needs --run")
         return
     for name in sorted({cell.task.name for cell in cells if cell.missing and cell.task.dataset == "imagenet"}):
         console.print(f"{name} has processes of its own: make its runs by `nero sweep {name} --no-grid`")
-    where = find_device(device)
     seconds = {
         settings: cell.task.seconds.on(where.type, settings.precision)
         for cell in cells
@@ -288,12 +289,13 @@ def report(
     if not found:
         raise StoreError(f"there are no records in {records}: make some with `nero sweep TASK --out {records}`")
     console.print(*map(str, write_report(found, out)), sep="\n")
-    if missing := [task for task in all_published() if task not in {record["task"] for record in found}]:
+    pages = all_published()
+    if missing := [task for task in pages if task not in {record["task"] for record in found}]:
         console.print(f"not run, so without a page: {', '.join(missing)}")
-    short = [record for record in found if record["task"] in TASKS and record["epochs"] < TASKS[record["task"]].epochs]
+    short = [record for record in found if record["task"] in pages and record["epochs"] < TASKS[record["task"]].epochs]
     if short:
         console.print(f"left out of results and figures, with fewer epochs than their tasks: {len(short)}")
-    skipped = Counter(record["task"] for record in found if record["task"] not in all_published())
+    skipped = Counter(record["task"] for record in found if record["task"] not in pages)
     if skipped:
         counts = ", ".join(f"{task} ({count})" for task, count in sorted(skipped.items()))
         console.print(f"left out of all pages, as tasks without published numbers: {counts}")
@@ -302,9 +304,8 @@ def report(
 def main() -> None:
     """Run the command line. Errors that the user can fix end in one line."""
     try:
-        app(standalone_mode=True)
-    except (SettingError, DataError, StoreError) as error:
-        sys.exit(f"nero: {error}")
+        with exit_on_error("nero"):
+            app(standalone_mode=True)
     except torch.OutOfMemoryError as error:
         sys.exit(f"nero: the GPU's memory is full ({error}): free some, or run `nero sweep` with fewer --side-by-side")
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,10 +15,10 @@ from rich.progress import Progress
 
 from nero.messages import how_to_install
 from nero_lab import distributed
-from nero_lab.data import Dataset, Game, Photos, load
+from nero_lab.data import DataError, Dataset, Game, Photos, load
 from nero_lab.progress import Display
 from nero_lab.protocol import Precision, SettingError, Settings, Task
-from nero_lab.store import ReadOnlyStore, Store
+from nero_lab.store import ReadOnlyStore, Store, StoreError
 from nero_lab.sweep import RunObserver, train
 
 #: Trains runs and returns their records; the second argument says whether more runs follow.
@@ -162,12 +163,21 @@ def load_data(console: Console, name: str, folder: Path | None) -> Dataset | Gam
 
 
 @contextmanager
+def exit_on_error(command: str) -> Iterator[None]:
+    """Turn an error that the user can fix into a line and an exit status."""
+    try:
+        yield
+    except (SettingError, DataError, StoreError) as error:
+        sys.exit(f"{command}: {error}")
+
+
+@contextmanager
 def exit_if_stopped(console: Console) -> Iterator[None]:
     """Turn an interrupt of the training into a line and the exit status of its signal."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        console.print("stopped: run the same command again to continue")
+        console.print("stopped: run the same command again to continue from what was saved")
         # the status that shells use for a signal; an interrupt without a number comes from Ctrl-C
         raise SystemExit(128 + next(iter(interrupt.args), signal.SIGINT)) from None
 

@@ -27,6 +27,11 @@ from nero_lab.provenance import commit, device_name, versions
 STALE_AFTER_S = 3600.0
 #: Remedy for a checkpoint that cannot be used.
 DELETE_IT = "delete it to start this run again"
+#: What a record is read for, and the types of it; the last two are missing in records of earlier versions.
+FIELDS = {"task": str, "optimiser": str, "lr": int | float, "seed": int, "epochs": int, "curve": dict} | {
+    "data": str | None,
+    "seconds": int | float | None,
+}
 
 
 class StoreError(RuntimeError):
@@ -238,18 +243,18 @@ def read_records(root: Path) -> list[dict[str, Any]]:
     """
     if not root.is_dir():
         raise StoreError(f"there is no folder {root}: give --records the --out of `nero run` or `nero sweep`")
-    single = [{**_parse_record(_read(path), str(path)), "path": str(path)} for path in sorted(root.glob("*/*.json"))]
+    single = [{**_parse_record(_read(path), str(path)), "path": str(path)} for path in _single(root)]
     return single + [record for path in sorted(root.glob("*.jsonl")) for record in _read_lines(path)]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Read a file with one JSON object a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [_parse_line(line, f"{path}:{number}") for number, line in enumerate(_read(path).splitlines(), 1)]
 
 
 def pack_records(root: Path) -> None:
     """Move the records of ``TASK/RUN.json`` files to the end of ``runs.jsonl``, one line a run."""
-    single, packed = sorted(root.glob("*/*.json")), root / "runs.jsonl"
+    single, packed = _single(root), root / "runs.jsonl"
     if not single:
         return
     lines = _read(packed).splitlines() if packed.exists() else []
@@ -272,6 +277,15 @@ def write_bytes(path: Path, content: bytes) -> None:
     write_atomically(path, lambda file: file.write(content))
 
 
+def _single(root: Path) -> list[Path]:
+    """Return the files of single runs. A glob would leave out folders that cannot be read."""
+    try:
+        folders = [folder for folder in root.iterdir() if folder.is_dir()]
+        return sorted(path for folder in folders for path in folder.iterdir() if path.suffix == ".json")
+    except OSError as error:
+        raise StoreError(f"cannot read {error.filename}: {error.strerror}; fix its permissions") from error
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -286,14 +300,24 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [{**_parse_record(line, source), "path": source} for source, line in numbered]
 
 
+def _parse_line(line: bytes, source: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise StoreError(f"{source} is not a record: {error}; delete that line") from error
+
+
 def _parse_record(text: bytes, source: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
-        if not isinstance(record, dict) or not {"task", "optimiser", "lr", "seed", "curve"} <= set(record):
+        if not isinstance(record, dict):
             raise ValueError("it lacks the fields of a run")
-        if not record["curve"] or not all(record["curve"].values()):
-            raise ValueError("its curve is incomplete")
-    except (ValueError, AttributeError, RecursionError) as error:
+        if wrong := [name for name, kinds in FIELDS.items() if not isinstance(record.get(name), kinds)]:
+            raise ValueError(f"its {wrong[0]} is {record.get(wrong[0])!r}")
+        counts = {name: len(values) for name, values in record["curve"].items()} or {"any curve": 0}
+        if short := [f"{count} values of {name}" for name, count in counts.items() if count != record["epochs"]]:
+            raise ValueError(f"it has {short[0]} for {record['epochs']} epochs")
+    except (ValueError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{source} is not a record of `nero run`: {error}; give another folder, or move it away"
         ) from error

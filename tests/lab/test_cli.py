@@ -103,6 +103,8 @@ def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
         (("no-task",), "there is no task 'no-task'"),
         (("mnist-deep", "--study", "today"), "name tasks or a --study, not both"),
         (("mnist-deep", "--records", "no-folder"), "there is no folder no-folder"),
+        (("mnist-deep", "--device", "foo"), "there is no device 'foo'"),
+        (("mnist-deep", "--minutes", 5), "--minutes needs --run"),
         (("mnist-deep", "--run", 1, "--precision", "tf32", "--device", "cpu"), "tf32 needs an NVIDIA GPU"),
     ],
 )
@@ -114,7 +116,9 @@ def test_nero_plan_refuses_bad_input(command, option, fault, tmp_path):
 def test_report_task_without_published_numbers_is_skipped(command, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     record, *_ = read_records(Path(__file__).parents[2] / "results")
-    (tmp_path / "runs.jsonl").write_text(json.dumps({**record, "task": "my-task", "curve": {"score": [1]}}))
+    (tmp_path / "runs.jsonl").write_text(
+        json.dumps({**record, "task": "my-task", "epochs": 1, "curve": {"score": [1]}})
+    )
     code, printed = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
     assert code == 0
     assert "without published numbers: my-task (1)" in printed

@@ -17,7 +17,7 @@ from nero_lab import atomic, provenance
 from nero_lab.loops import adversarial
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender
-from nero_lab.store import Store, StoreError, pack_records, read_records, write_atomically
+from nero_lab.store import Store, StoreError, pack_records, read_json_lines, read_records, write_atomically
 from nero_lab.sweep import train
 
 
@@ -117,7 +117,7 @@ def test_record_with_short_curve_raises(values, tmp_path):
     path = store.path(FAST, settings, ".json")
     path.write_text(json.dumps(record))
     count = len(values or [])
-    with pytest.raises(StoreError, match=rf"{path} has {count} values of test_accuracy for 3 epochs: move it away"):
+    with pytest.raises(StoreError, match=rf"{path}.* has {count} values of test_accuracy for 3 epochs.* move it away"):
         train(FAST, [settings], make_data(), store, RecordingObserver())
 
 
@@ -180,7 +180,14 @@ def test_folder_is_created_on_first_write(tmp_path):
 
 def test_read_records_reads_json_and_json_lines(tmp_path):
     def record(seed):
-        return {"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": seed, "curve": {"train_loss": [0.5]}}
+        return {
+            "task": "tiny",
+            "optimiser": "sgd",
+            "lr": 0.1,
+            "seed": seed,
+            "epochs": 1,
+            "curve": {"train_loss": [0.5]},
+        }
 
     for name in ("tiny/b.json", "tiny/a.json", "tiny/deeper/c.json", "tiny/d.jsonl", "e.json"):
         path = tmp_path / name
@@ -205,9 +212,12 @@ def test_read_records_reads_json_and_json_lines(tmp_path):
         "[]",
         "{}",
         '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "curve": {}}',
-        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "curve": null}',
+        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "epochs": 1, "curve": {}}',
+        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "epochs": 1, "curve": null}',
+        '{"task": "tiny", "optimiser": "sgd", "lr": [1], "seed": 0, "epochs": 1, "curve": {"loss": [1]}}',
+        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "epochs": 5, "curve": {"loss": [1]}}',
     ],
-    ids=["cut", "deep", "list", "empty", "no-curve", "null-curve"],
+    ids=["cut", "deep", "list", "empty", "no-epochs", "no-curve", "null-curve", "lr", "short"],
 )
 def test_damaged_record_raises_with_its_path(name, text, tmp_path):
     (tmp_path / "tiny").mkdir()
@@ -220,6 +230,22 @@ def test_unreadable_record_raises_with_its_path(tmp_path):
     (tmp_path / "tiny/folder.json").mkdir(parents=True)
     with pytest.raises(StoreError, match=r"cannot read .*folder\.json: Is a directory"):
         read_records(tmp_path)
+
+
+def test_unreadable_folder_raises_with_its_path(tmp_path, monkeypatch):
+    def refuse(folder: Path) -> None:  # root may read all folders
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder / "tiny"))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(StoreError, match=r"cannot read .*tiny: Permission denied"):
+        read_records(tmp_path)
+
+
+def test_half_written_line_of_a_study_is_named(tmp_path):
+    path = tmp_path / "study.jsonl"
+    path.write_text('{"study": 1}\n{"stu')
+    with pytest.raises(StoreError, match=r"study\.jsonl:2 is not a record: .*delete that line"):
+        read_json_lines(path)
 
 
 def test_read_records_without_folder_raises(tmp_path):

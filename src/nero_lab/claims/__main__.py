@@ -14,6 +14,7 @@ from rich.progress import track
 from nero_lab.claims import load_digits, measurements, studies
 from nero_lab.provenance import commit, device_name
 from nero_lab.report.markdown import plural
+from nero_lab.session import exit_on_error
 from nero_lab.store import read_json_lines
 
 #: Digits of the numbers in a record.
@@ -65,4 +66,5 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_error("nero_lab.claims"):
+        main()

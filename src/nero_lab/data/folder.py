@@ -91,7 +91,8 @@ def _resolve(requested: Path | None, remedy: str) -> Path:
 
 
 def _require_folder(path: Path, what: str, remedy: str) -> Path:
-    if not path.is_dir():
-        fault = "is not a folder" if path.exists() else "does not exist"
-        raise DataError(f"{what} {path} {fault}: {remedy}name another")
+    if path.exists() and not path.is_dir():
+        raise DataError(f"{what} {path} is not a folder: name another")
+    if not path.exists():
+        raise DataError(f"{what} {path} does not exist: {remedy}name another")
     return path

@@ -1,5 +1,6 @@
 """Update of every generated table and figure of the repository from its records: ``python -m nero_lab.report``."""
 
+import sys
 from pathlib import Path
 
 from nero_lab.claims.figure import draw as draw_claims
@@ -16,7 +17,7 @@ from nero_lab.report.today import read_study as read_today
 from nero_lab.report.today.figures import FIGURES as TODAY_FIGURES
 from nero_lab.report.today.tables import TABLES as TODAY_TABLES
 from nero_lab.starts.tables import starts_tables
-from nero_lab.store import pack_records, read_json_lines, read_records
+from nero_lab.store import StoreError, pack_records, read_json_lines, read_records
 
 
 def update_paper(root: Path) -> None:
@@ -63,7 +64,12 @@ def update_claims(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    for folder in ("", "claims", "depth", "today"):
-        pack_records(Path("results") / folder)
-    for update in (update_paper, update_depth, update_today, update_starts, update_claims):
-        update(Path())
+    if not Path("results/runs.jsonl").exists():
+        sys.exit("nero_lab.report: run it in the root of a clone of nero-optim")
+    try:
+        for folder in ("", "claims", "depth", "today"):
+            pack_records(Path("results") / folder)
+        for update in (update_paper, update_depth, update_today, update_starts, update_claims):
+            update(Path())
+    except StoreError as error:
+        sys.exit(f"nero_lab.report: {error}")

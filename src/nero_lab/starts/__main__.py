@@ -20,6 +20,7 @@ import nero
 from nero_lab.provenance import commit, device_name
 from nero_lab.starts.cases import CASES, batches
 from nero_lab.starts.variants import Variant
+from nero_lab.store import write_atomically
 
 BASES = {case.base for case in CASES.values()}
 STEPS, BASE_STEPS = 600, 1500
@@ -116,7 +117,7 @@ def train_base(name: str, data: Path, device: str, bases: Path) -> None:
     torch.manual_seed(0)
     model = CASES[name].model(None).to(device)
     _train(name, model, _adamw(model, 2e-3), 2e-3, 0, BASE_STEPS, data, device)
-    torch.save(model.state_dict(), bases / f"{name}.pt")
+    write_atomically(bases / f"{name}.pt", partial(torch.save, model.state_dict()))
 
 
 def _train(

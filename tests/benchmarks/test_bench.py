@@ -148,8 +148,6 @@ def test_distances_grow_as_images_get_worse():
     record = json.loads((tables.ROOT / "benchmarks/results/distances.json").read_text())
     (found,) = record["from training images to"].values()
     assert found["themselves"] < 1e-6 < found["test"] < found["test, upside down"] < found["noise"]
-    page = (tables.ROOT / "docs/paper/cgan.md").read_text()
-    assert all(f"| {name} | {distance:.3g} |" in page for name, distance in found.items())
 
 
 def measured(out: Path, *options: str) -> dict:

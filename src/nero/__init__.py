@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nero import jax as jax
     from nero import theory as theory
+    from nero.after_step import balance_after_step
     from nero.auto.depth import depth_of
-    from nero.balance import CentredWeightNorm, balance_, balance_after_step, centred_weight_norm, is_balanced
+    from nero.balance import CentredWeightNorm, balance_, centred_weight_norm, is_balanced
     from nero.description import Description, describe
     from nero.groups import param_groups
     from nero.optimiser import Nero
@@ -48,7 +49,8 @@ __all__ = [
 if not TYPE_CHECKING:
     _HOMES = {
         "auto.depth": ["depth_of"],
-        "balance": ["CentredWeightNorm", "balance_", "balance_after_step", "centred_weight_norm", "is_balanced"],
+        "after_step": ["balance_after_step"],
+        "balance": ["CentredWeightNorm", "balance_", "centred_weight_norm", "is_balanced"],
         "description": ["Description", "describe"],
         "groups": ["param_groups"],
         "optimiser": ["Nero"],

@@ -1,8 +1,7 @@
 """Balanced neurons: zero mean and unit norm (Definitions 1 and 2 of the paper).
 
-:func:`balance_` projects a model, :func:`is_balanced` checks it, and :func:`balance_after_step` holds a
-model to the constraints under any optimiser. :func:`centred_weight_norm` is the paper's alternative, a
-reparameterisation.
+:func:`balance_` projects a model, and :func:`is_balanced` checks it. :func:`centred_weight_norm` is the paper's
+alternative, a reparameterisation.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -10,15 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.utils.hooks import RemovableHandle
 
 from nero import backends
-from nero.options import FixNorm, check_option
 from nero.parameters import check_memory, check_real
-from nero.radius import initial_radius, wide_neurons
+from nero.radius import wide_neurons
 from nero.role import Role
 from nero.roles import roles_of
-from nero.rule import Number, distance, norm, project, rounding_error
+from nero.rule import Number, distance, norm, project, rounding_error, statistics_dtype
 from nero.scalars import checked_tolerance
 from nero.sharding import agreed, local_of, local_row, sharding_of, spec_of
 
@@ -120,7 +117,9 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
         True
     """
     _check_constraints(fix_mean, fix_norm)
-    Balancer(((parameter, role, 1.0) for _, parameter, role in _neurons(model)), fix_mean=fix_mean, fix_norm=fix_norm)()
+    Balancer(
+        ((parameter, role, 1.0) for _, parameter, role in neurons_of(model)), fix_mean=fix_mean, fix_norm=fix_norm
+    )()
     return model
 
 
@@ -156,7 +155,7 @@ def is_balanced(
     """
     _check_constraints(fix_mean, fix_norm)
     given = None if tolerance is None else checked_tolerance(tolerance)
-    neurons = list(_neurons(model))
+    neurons = list(neurons_of(model))
     if not neurons:
         raise ValueError(f"{type(model).__name__} has no trainable neurons; nero.describe(model) lists what it has")
     paddings = paddings_of(model)
@@ -173,81 +172,6 @@ def is_balanced(
     return not bool(agreed(has_off, (parameter for _, parameter, _ in neurons)))
 
 
-def balance_after_step(
-    optimiser: torch.optim.Optimizer,
-    model: nn.Module,
-    *,
-    fix_mean: bool = True,
-    fix_norm: FixNorm = True,
-    at_once: bool = True,
-) -> RemovableHandle:
-    """Hold a model's neurons to the constraints under any other optimiser.
-
-    Of the model, the neurons that this optimiser trains are balanced after each of its steps. If several optimisers
-    train one model, call this for each: ``balance_after_step(muon, model)`` and ``balance_after_step(adamw, model)``.
-
-    Args:
-        optimiser: any optimiser with ``register_step_post_hook``: Adam, SGD, Muon, ...
-        model: the model, or a part of it: neurons elsewhere stay free. Parameters without a gradient stay untouched.
-        fix_mean: hold every neuron to zero mean.
-        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
-            at this call is held to a norm of at most one, and its mean is free.
-        at_once: project now as well. The paper's baselines did not.
-
-    Returns:
-        A handle whose ``remove()`` ends it.
-
-    Raises:
-        TypeError: if ``optimiser`` is not an optimiser, ``model`` is not a module, or a trainable parameter is complex.
-        ValueError: if a constraint is unknown, the model is on the meta device, or the optimiser trains none of its
-            parameters.
-
-    Example:
-        >>> model = nn.Linear(8, 4)
-        >>> optimiser = torch.optim.Adam(model.parameters())
-        >>> handle = balance_after_step(optimiser, model)
-        >>> _ = model(torch.randn(2, 8)).square().sum().backward()
-        >>> optimiser.step()
-        >>> is_balanced(model)
-        True
-    """
-    check_option("fix_mean", fix_mean)
-    check_option("fix_norm", fix_norm)
-    optimiser = unwrapped(optimiser)
-    if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
-        kind = type(optimiser).__name__
-        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer first, then the model; got {kind} first")
-    neurons = [
-        (parameter, role, 1.0 if (radius := initial_radius(parameter, role, fix_norm)) is None else radius)
-        for _, parameter, role in _neurons(model, frozen=True)
-    ]
-    if not _params_of(optimiser) & {id(parameter) for parameter in model.parameters()}:
-        raise ValueError(
-            f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
-            "after the model is copied, cast or sharded"
-        )
-    balancer = Balancer(neurons, fix_mean=fix_mean, fix_norm=bool(fix_norm))
-
-    def balance(has_moved: Callable[[Tensor], bool]) -> None:
-        own = _params_of(optimiser)  # read at every step: add_param_group may have added some
-        balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
-
-    if at_once:
-        balance(lambda _: True)
-    return optimiser.register_step_post_hook(lambda *_: balance(lambda parameter: parameter.grad is not None))
-
-
-def unwrapped(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimiser inside of wrappers that hold it as ``optimizer``, as Accelerate's and Lightning's do."""
-    while isinstance(inner := getattr(optimiser, "optimizer", None), torch.optim.Optimizer):
-        optimiser = inner
-    return optimiser
-
-
-def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
-
-
 class CentredWeightNorm(nn.Module):
     """Equation (cwn) of the paper as a parametrization: ``(w - mean) / ||w - mean||`` for each neuron."""
 
@@ -256,7 +180,8 @@ class CentredWeightNorm(nn.Module):
         self.role = role
 
     def forward(self, raw: Tensor) -> Tensor:
-        return project(self.role.view(raw), self.role.axes).tensor.reshape(raw.shape)
+        wide = self.role.view(raw).to(statistics_dtype(raw.dtype))  # sums in half precision lose too much
+        return project(wide, self.role.axes).tensor.to(raw.dtype).reshape(raw.shape)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         return weight  # the raw weight starts as the weight it replaces
@@ -307,7 +232,8 @@ def paddings_of(model: nn.Module) -> dict[Tensor, int]:
     return found
 
 
-def _neurons(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
+def neurons_of(model: nn.Module, frozen: bool = False) -> Iterator[tuple[str, nn.Parameter, Role]]:
+    """Yield the parameters that hold neurons, with names and roles; raise for those that cannot be balanced."""
     roles = roles_of(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -69,8 +69,8 @@ def _state_to_load(incoming: Mapping[str, Any], groups: list[dict[str, Any]]) ->
         check_options({**{name: OPTIONS[name].default for name in MISSING_IN_OLD_CHECKPOINTS}, **saved})
         for index, (key, parameter) in enumerate(zip(saved["params"], own["params"], strict=True)):
             name = name_of(groups, own, index)
-            saved_name = saved.get("param_names", own.get("param_names", [name] * (index + 1)))[index]
-            if "param_names" in own and _without_wrappers(saved_name) != _without_wrappers(name):
+            saved_name = saved["param_names"][index] if "param_names" in saved and "param_names" in own else name
+            if _without_wrappers(saved_name) != _without_wrappers(name):
                 raise ValueError(f"the checkpoint has {saved_name!r} where this optimiser has {name!r}")
             role, saved_role = role_in(own, parameter), role_in(saved, parameter)
             if saved_role != role:

@@ -230,7 +230,7 @@ def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
     if infinite:
         return f"{infinite} of {total} neurons not finite: initialise them first"
     if at_origin == stuck:
-        return f"{stuck} of {total} neurons zero: they grow, to norm one at most"
+        return f"{stuck} of {total} neurons zero until a gradient comes, then of norm one at most"
     what = "zero or constant" if at_origin else "constant"
     return f"{stuck} of {total} neurons {what}, until their first gradient"
 

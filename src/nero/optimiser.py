@@ -31,6 +31,7 @@ from nero.options import (
     Rounding,
     check_options,
     own_options,
+    plain,
     warn_if_unpenalised,
 )
 from nero.parameters import (
@@ -175,7 +176,7 @@ class Nero(UnseenState):
             "depth": ("auto" if is_auto else 1.0) if depth is None else depth,
             "backend": backend,
         }
-        defaults = {name: option.default for name, option in OPTIONS.items()} | given
+        defaults = plain({name: option.default for name, option in OPTIONS.items()} | given)
         if defaults["depth"] == "auto":
             if not isinstance(params, nn.Module):
                 raise ValueError(
@@ -397,7 +398,9 @@ class Nero(UnseenState):
             del self._state[parameter]
             self._roles.pop(parameter, None)
         if gone:
-            self._enter([part for part in self.parts() if not self._has_entered(part.parameter)])
+            entering = [part for part in self.parts() if not self._has_entered(part.parameter)]
+            check_trainable(part[:2] for part in entering if part.parameter.requires_grad)
+            self._enter(entering)
 
     def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
 from nero.messages import FOREIGN_OPTIONS, warn
-from nero.scalars import as_float
+from nero.scalars import IMMUTABLE, as_float
 
 Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
 FixNorm: TypeAlias = bool | Literal["initial"]
@@ -88,6 +89,15 @@ ELSEWHERE = {
     "fix_norm='initial' and fix_mean=False instead",
     "overrides": "roles are overridden in groups, as in nero.Nero(nero.param_groups(model, overrides={...}))",
 }
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace numbers of other types, such as numpy's, by Python's: ``torch.load`` reads no others."""
+
+    def is_odd(name: str, value: object) -> bool:
+        return name in OPTIONS and OPTIONS[name].is_number and isinstance(value, Real) and type(value) not in IMMUTABLE
+
+    return {name: as_float(value) if is_odd(name, value) else value for name, value in options.items()}
 
 
 def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -119,14 +119,8 @@ class Regrowth:
 
 
 @torch.no_grad()
-def find_short(
-    parts: Iterable[Part], narrowest: torch.dtype | None = None
-) -> tuple[list[tuple[Part, Tensor, int]], bool]:
+def find_short(parts: Iterable[Part]) -> tuple[list[tuple[Part, Tensor, int]], bool]:
     """Find the neurons that may have grown from zero: not balanced, and not longer than one.
-
-    Args:
-        parts: the parameters.
-        narrowest: neurons that are balanced to the rounding of this dtype have not grown; by default the parameter's.
 
     Returns:
         The parameters with such neurons, a mask of these and their number; and whether Nero has trained the model.
@@ -139,7 +133,7 @@ def find_short(
         is_held = role.kind == "neuron" and (fix_mean or fix_norm is True)
         if not is_held or not parameter.numel() or not can_read(parameter):
             continue
-        tolerance = max(rounding_error(dtype) for dtype in (parameter.dtype, narrowest or parameter.dtype))
+        tolerance = rounding_error(parameter.dtype)
         size, off, possible = _measure(part, tolerance)
         is_balanced = (off <= tolerance * size) & (size > 0)
         # a constant neuron cannot be balanced, so it says nothing
@@ -176,19 +170,29 @@ def add_missing_radii(parts: Sequence[Part], loaded: Mapping[Tensor, dict[str, A
     """Add the radius to a loaded state that lacks it, though neurons of the loaded model have grown from zero.
 
     ``torch.distributed.checkpoint`` reads only what the optimiser already holds. One that was made on a model without
-    zero neurons has no radius. A tensor that is balanced to the rounding of bf16 was cast, and lacks none.
+    zero neurons has no radius.
     """
     missing = [part for part in parts if has_entered(own := loaded.get(part.parameter, {})) and "radius" not in own]
-    grown = _grown(parts) if missing else {}
-    not_cast = _grown(parts, torch.bfloat16) if grown else {}
-    for _, parameter, role, group in missing:
-        if parameter in grown and parameter in not_cast:
-            radius = initial_radius(parameter, role, group["fix_norm"], grown[parameter])
-            if radius is not None:
-                loaded[parameter]["radius"] = sharding_of(parameter, role).as_state(radius)
+    masks = grown_neurons(parts) if missing else {}
+    for part in missing:
+        _, parameter, role, group = part
+        if parameter not in masks or _was_cast(part, masks[parameter]):
+            continue
+        radius = initial_radius(parameter, role, group["fix_norm"], masks[parameter])
+        if radius is not None:
+            loaded[parameter]["radius"] = sharding_of(parameter, role).as_state(radius)
 
 
-def _grown(parts: Sequence[Part], narrowest: torch.dtype | None = None) -> dict[Tensor, Tensor]:
+def _was_cast(part: Part, mask: Tensor) -> bool:
+    """Return whether neurons that are not balanced are so to the rounding of bf16, as after a cast."""
+    _, parameter, role, group = part
+    wide, axes = wide_neurons(parameter, role), role.axes
+    off = distance(wide, axes, fix_mean=group["fix_mean"], fix_norm=group["fix_norm"] is True)
+    is_far = mask & (off > rounding_error(torch.bfloat16) * norm(wide, axes))
+    return not bool(sharding_of(parameter, role).total(is_far.sum()))
+
+
+def grown_neurons(parts: Iterable[Part]) -> dict[Tensor, Tensor]:
     """Return masks of the neurons that have grown from zero, by parameter, if Nero has trained the model."""
-    found, is_trained = find_short(parts, narrowest)
+    found, is_trained = find_short(parts)
     return {part.parameter: mask for part, mask, _ in found} if is_trained else {}

@@ -250,17 +250,8 @@ def _role_in_named_layer(module: nn.Module, layers: tuple[str, ...], name: str, 
         return Role("neuron", (0,)) if name == "weight" else Role("bias", ())
     if "DbrxExpertGLU" in layers and name == "w2":  # (experts x in, out)
         return Role("neuron", (0,), cast(int, module.moe_num_experts))
-    if any("Experts" in layer for layer in layers):
-        return _role_of_experts(module, shape)
-    return None
-
-
-def _role_of_experts(experts: nn.Module, shape: tuple[int, ...]) -> Role | None:
-    """Return the role of stacked experts, one per slice along axis 0."""
-    if len(shape) == 2:
-        return Role("bias", ())
-    if len(shape) == 3:
-        return Role("neuron", (1,) if _is_transposed(experts) else (2,))
+    if len(shape) == 3 and any("Experts" in layer for layer in layers):  # one per slice along axis 0
+        return Role("neuron", (1,) if _is_transposed(module) else (2,))
     return None
 
 

@@ -111,10 +111,14 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
         if role.kind == "neuron" and group["fix_norm"] == "initial":
             if "radius" in own:
                 _read_norms_again(part, local_of(own["radius"]))
+        elif not is_sharded(parameter) and role.kind != "neuron":
+            own["scale"].copy_(initial_scale(parameter, role))  # in place: captured graphs hold the address
         elif not is_sharded(parameter):
-            if role.kind != "neuron":
-                own["scale"].copy_(initial_scale(parameter, role))  # in place: captured graphs hold the address
-            elif _has_changed(part, own) and parameter.requires_grad and parameter.grad is not None:
+            size, shift, _ = measure_roughly(parameter, role)
+            radius = _read_zeros_again(own, size, 1.0 if group["fix_norm"] else torch.inf)
+            is_off = ((size - 1).abs() > MIN_CHANGE) & group["fix_norm"]
+            is_off |= (shift > MIN_CHANGE * size) & group["fix_mean"]
+            if parameter.requires_grad and parameter.grad is not None and bool((is_off & (radius > 0)).any()):
                 changed.append(part)
     return changed
 
@@ -131,23 +135,18 @@ def _read_norms_again(part: Part, known: Tensor) -> None:
     known.copy_(radius)
 
 
-def _has_changed(part: Part, state: dict[str, Any]) -> bool:
-    """Return whether neurons are far from balanced. Those that are zero, or no longer, get the radius of their kind."""
-    _, parameter, role, group = part
-    size, shift, _ = measure_roughly(parameter, role)
-    usual = 1.0 if group["fix_norm"] else torch.inf
+def _read_zeros_again(state: dict[str, Any], size: Tensor, usual: float) -> Tensor:
+    """Set the radius of neurons that are zero, or no longer, and return the radius of all neurons."""
     known = state.get("radius", torch.full_like(size, usual))
     if known.shape != size.shape:  # as above
-        return False
+        return torch.full_like(size, -1.0)
     # a neuron that was zero, and is longer than neurons grow, was loaded
     radius = torch.where((known < 0) & (size > 1 + MIN_CHANGE), usual, known).masked_fill(size == 0, -1.0)
-    is_long, is_shifted = (size - 1).abs() > MIN_CHANGE, shift > MIN_CHANGE * size
-    is_off = ((is_long & group["fix_norm"]) | (is_shifted & group["fix_mean"])) & (radius > 0)
     if "radius" in state:
         known.copy_(radius)
     elif bool((radius < 0).any()):
         state["radius"] = radius
-    return bool(is_off.any())
+    return radius
 
 
 def groups_of(

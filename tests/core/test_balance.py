@@ -244,6 +244,31 @@ def test_balance_after_step_balances_groups_added_later():
     assert nero.is_balanced(model)
 
 
+@pytest.mark.parametrize("loads_first", [True, False], ids=["loads, then calls", "calls, then loads"])
+def test_balance_after_step_keeps_neurons_that_grew_in_an_earlier_run(loads_first: bool):
+    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        nn.init.zeros_(model[2].weight)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+    model, optimiser = start()
+    nero.balance_after_step(optimiser, model)
+    step_all(model, optimiser)
+    assert model[2].weight.norm(dim=1).max() < 0.5
+
+    resumed, other = start()
+    if not loads_first:
+        nero.balance_after_step(other, resumed)
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(optimiser.state_dict())
+    if loads_first:
+        nero.balance_after_step(other, resumed)
+    assert all(map(torch.equal, model.parameters(), resumed.parameters()))
+    other.param_groups[0]["lr"] = 10
+    step_all(resumed, other)
+    torch.testing.assert_close(resumed[2].weight.norm(dim=1), torch.ones(4))
+
+
 def test_balance_after_step_of_another_model_raises():
     layer, other = nn.Linear(6, 4), nn.Linear(6, 4)
     with pytest.raises(ValueError, match="trains no parameter"):
@@ -364,6 +389,14 @@ def test_centred_weight_norm_ignores_the_raw_scale():
         turned = torch.nn.functional.cosine_similarity(layer.weight, before).acos().mean()
         assert (turned > 0.05) == (sigma == 1.0), "Section 5.2: the step is coupled to the scale of the raw weights"
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_centred_weight_norm_of_halves_is_as_precise_as_balance(dtype: torch.dtype):
+    layer = nn.Linear(4096, 3, dtype=dtype)
+    balanced = nero.balance_(copy.deepcopy(layer)).weight
+    nero.centred_weight_norm(layer)
+    torch.testing.assert_close(layer.weight, balanced, rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def test_centred_weight_norm_of_constant_has_no_nan():

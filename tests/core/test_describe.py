@@ -131,13 +131,16 @@ REASONS = {
     "balanceable": (lambda: with_weight(nn.Linear(4, 3), RANDOM), ""),
     "zero": (
         lambda: with_weight(nn.Linear(4, 3), 0 * RANDOM),
-        "3 of 3 neurons zero: they grow, to norm one at most",
+        "3 of 3 neurons zero until a gradient comes, then of norm one at most",
     ),
     "zero row": (
         lambda: with_weight(nn.Linear(4, 3), ONE_ZERO),
-        "1 of 3 neurons zero: they grow, to norm one at most",
+        "1 of 3 neurons zero until a gradient comes, then of norm one at most",
     ),
-    "padding": (lambda: nn.Embedding(5, 4, padding_idx=2), "1 of 5 neurons zero: they grow, to norm one at most"),
+    "padding": (
+        lambda: nn.Embedding(5, 4, padding_idx=2),
+        "1 of 5 neurons zero until a gradient comes, then of norm one at most",
+    ),
     "constant row": (
         lambda: with_weight(nn.Linear(4, 3), ONE_CONSTANT),
         "1 of 3 neurons constant, until their first gradient",
@@ -152,13 +155,13 @@ REASONS = {
     ),
     "zero column": (
         lambda: with_weight(nn.ConvTranspose1d(3, 4, 1), (RANDOM * (torch.arange(4) > 0))[..., None]),
-        "1 of 4 neurons zero: they grow, to norm one at most",
+        "1 of 4 neurons zero until a gradient comes, then of norm one at most",
     ),
     "zero group": (
         lambda: with_weight(
             nn.ConvTranspose1d(4, 2, 2, groups=2), torch.randn(4, 1, 2) * (torch.arange(4) > 1)[:, None, None]
         ),
-        "1 of 2 neurons zero: they grow, to norm one at most",
+        "1 of 2 neurons zero until a gradient comes, then of norm one at most",
     ),
     "fan-in 1": (lambda: nn.Linear(1, 3), "gain: its fan-in is 1"),
     "fan-in 2": (lambda: nn.Linear(2, 3), "norm only: its fan-in is 2"),

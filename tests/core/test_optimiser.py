@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import math
 import weakref
 
@@ -176,6 +177,18 @@ def test_parameter_swapped_by_a_framework_enters(backend: str):
     optimiser.step()
     torch.testing.assert_close(stand_in.norm(dim=1), torch.ones(4))
     assert optimiser.state[stand_in]["step"] == 1
+
+
+def test_parameters_that_are_swapped_are_all_checked_before_one_changes():
+    optimiser = nero.Nero(nn.Linear(6, 4).parameters(), pretrained=False)
+    new = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.full((4, 6), torch.nan))]
+    optimiser.param_groups[0]["params"] = new
+    for parameter in new:
+        parameter.grad = torch.ones(4, 6)
+    before = new[0].detach().clone()
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        optimiser.step()
+    assert torch.equal(new[0], before)
 
 
 def test_empty_and_scalar_parameters_step(backend: str):
@@ -462,12 +475,17 @@ def rule_turn(weight: Tensor, grad: Tensor, beta: float) -> Tensor:
     return rule.turn(weight.double(), grad.double(), zero, 1, axes=(1,), lr=0.01, beta=beta).parameter
 
 
-def test_numpy_number_as_lr_is_accepted(backend: str):
+def test_numpy_numbers_are_accepted_and_saved_as_pythons(backend: str):
     gain = nn.Parameter(torch.ones(4))
-    optimiser = nero.Nero([gain], lr=numpy.float64(0.5), backend=backend)
+    optimiser = nero.Nero([gain], lr=numpy.float64(0.5), momentum=numpy.float32(0), backend=backend)
     gain.grad = torch.tensor([1.0, 2.0, math.nan, 0.0])
     optimiser.step()
     torch.testing.assert_close(gain.detach(), torch.tensor([0.5, 0.5, 1.0, 1.0]))
+    optimiser.add_param_group({"params": [nn.Parameter(torch.ones(2))], "scale": numpy.float32(2)})
+    file = io.BytesIO()
+    torch.save(optimiser.state_dict(), file)
+    file.seek(0)
+    assert [group["lr"] for group in torch.load(file)["param_groups"]] == [0.5, 0.5]  # it reads no numpy number
 
 
 @pytest.mark.parametrize("replace", ["all groups", "one group"])

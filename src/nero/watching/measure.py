@@ -222,12 +222,11 @@ def pooled(results: Sequence[BatchResult], parts: Sequence[Part], state: Mapping
 def _weighted(followed: int, row: Tensor | None, part: Part, state: Mapping[Tensor, Any]) -> Tensor:
     """Return the number of followed neurons, the skipped updates, and the weights and weighted numbers of a row."""
     local = local_of(part.parameter)
-    row = torch.full((ROW_LENGTH,), torch.nan, device=local.device) if row is None else row.double()
-    weights = torch.where(row.isnan(), 0.0, float(followed))
-    counts = torch.stack(
-        [torch.full_like(state[part.parameter]["skipped"], followed), state[part.parameter]["skipped"]]
-    )
-    return torch.cat([counts.double(), weights.double(), torch.where(row.isnan(), 0.0, row * followed).double()])
+    row = local.new_full((ROW_LENGTH,), torch.nan, dtype=torch.float64) if row is None else row.double()
+    is_missing, skipped = row.isnan(), state[part.parameter]["skipped"]
+    counts = torch.stack([torch.full_like(skipped, followed), skipped]).double()
+    weights = torch.full_like(row, followed).masked_fill(is_missing, 0)
+    return torch.cat([counts, weights, (row * followed).masked_fill(is_missing, 0)])
 
 
 def _split(total: Tensor) -> tuple[Tensor, Tensor, Tensor]:

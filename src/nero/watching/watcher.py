@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nero.after_step import unwrapped
 from nero.backends import has_entered
-from nero.balance import unwrapped
 from nero.messages import how_to_install
 from nero.optimiser import Nero
 from nero.rule import statistics_dtype

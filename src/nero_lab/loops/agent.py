@@ -1,8 +1,9 @@
 """The loop of an agent that learns to play a game by PPO, in rounds of playing and learning."""
 
+import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from nero_lab import baselines
 from nero_lab.data.arcade import Game
 from nero_lab.loops.cuda_graph import CapturedStep
-from nero_lab.loops.gif import encode_gif
 from nero_lab.loops.ppo import PPO, Batch, advantages, normalise, objective
 from nero_lab.loops.training import (
     Training,
@@ -27,6 +27,9 @@ from nero_lab.protocol import Settings, Task
 
 #: Limits of the recorded episode: steps, since a policy may play for ever, and pictures.
 MAX_EPISODE_STEPS, MAX_PICTURES = 10_000, 2000
+#: Time per picture of the film in hundredths of a second: about four frames at 60 a second.
+PICTURE_CENTISECONDS = 7
+MAX_FILM_BYTES = 1_000_000
 #: Greedy episodes per game at the end.
 GREEDY_EPISODES = 4
 #: Added to the run's seed for the greedy episodes.
@@ -339,3 +342,17 @@ class Agent(Training):
             name: total / count if count else None
             for name, total in zip(("reward", "episode_length"), sums, strict=True)
         }
+
+
+def encode_gif(pictures: Sequence[Tensor]) -> bytes:
+    """Encode pictures, uint8 (height, width, 3), as an endless GIF; shorten it to at most :data:`MAX_FILM_BYTES`."""
+    from PIL import Image
+
+    images = [Image.fromarray(picture.numpy()) for picture in pictures]
+    while True:
+        file = io.BytesIO()
+        duration_ms = 10 * PICTURE_CENTISECONDS
+        images[0].save(file, "gif", save_all=True, append_images=images[1:], duration=duration_ms, loop=0)
+        if file.tell() <= MAX_FILM_BYTES or len(images) == 1:
+            return file.getvalue()
+        images = images[: len(images) * 3 // 4]

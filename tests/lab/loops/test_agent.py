@@ -22,7 +22,7 @@ from rich.console import Console
 from nero_lab import baselines
 from nero_lab.data import DataError, arcade, load
 from nero_lab.data.arcade import Game, GameSession
-from nero_lab.loops import agent, gif, ppo
+from nero_lab.loops import agent, ppo
 from nero_lab.loops.agent import Agent
 from nero_lab.loops.cuda_graph import CapturedStep
 from nero_lab.loops.ppo import PPO, Batch
@@ -376,10 +376,10 @@ def test_objective_matches_reference(is_clipped):
 
 def test_encode_gif_shortens_to_the_limit(monkeypatch):
     pictures = [torch.randint(256, (20, 15, 3), dtype=torch.uint8) for _ in range(40)]
-    with Image.open(BytesIO(gif.encode_gif(pictures))) as whole:
+    with Image.open(BytesIO(agent.encode_gif(pictures))) as whole:
         assert (whole.n_frames, whole.size, whole.info["duration"]) == (40, (15, 20), 70)
-    monkeypatch.setattr(gif, "MAX_BYTES", 10_000)
-    content = gif.encode_gif(pictures)
+    monkeypatch.setattr(agent, "MAX_FILM_BYTES", 10_000)
+    content = agent.encode_gif(pictures)
     assert len(content) <= 10_000
     with Image.open(BytesIO(content)) as cut:
         assert 1 < cut.n_frames < 40

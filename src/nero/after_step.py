@@ -1,0 +1,94 @@
+"""Balance under any other optimiser: a hook projects the neurons of a model after each step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nero.balance import Balancer, neurons_of
+from nero.groups import Part
+from nero.options import FixNorm, check_option
+from nero.radius import initial_radius
+from nero.regrowth import grown_neurons
+
+
+def balance_after_step(
+    optimiser: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    fix_mean: bool = True,
+    fix_norm: FixNorm = True,
+    at_once: bool = True,
+) -> RemovableHandle:
+    """Hold a model's neurons to the constraints under any other optimiser.
+
+    Of the model, the neurons that this optimiser trains are balanced after each of its steps. If several optimisers
+    train one model, call this for each: ``balance_after_step(muon, model)`` and ``balance_after_step(adamw, model)``.
+
+    Args:
+        optimiser: any optimiser with ``register_step_post_hook``: Adam, SGD, Muon, ...
+        model: the model, or a part of it: neurons elsewhere stay free. Parameters without a gradient stay untouched.
+        fix_mean: hold every neuron to zero mean.
+        fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
+            at this call is held to a norm of at most one, and its mean is free. So is one that is shorter than one
+            if this optimiser has trained it and a balanced layer: it has grown from zero.
+        at_once: project now as well. The paper's baselines did not.
+
+    Returns:
+        A handle whose ``remove()`` ends it.
+
+    Raises:
+        TypeError: if ``optimiser`` is not an optimiser, ``model`` is not a module, or a trainable parameter is complex.
+        ValueError: if a constraint is unknown, the model is on the meta device, or the optimiser trains none of its
+            parameters.
+
+    Example:
+        >>> import nero
+        >>> model = nn.Linear(8, 4)
+        >>> optimiser = torch.optim.Adam(model.parameters())
+        >>> handle = balance_after_step(optimiser, model)
+        >>> _ = model(torch.randn(2, 8)).square().sum().backward()
+        >>> optimiser.step()
+        >>> nero.is_balanced(model)
+        True
+    """
+    check_option("fix_mean", fix_mean)
+    check_option("fix_norm", fix_norm)
+    optimiser = unwrapped(optimiser)
+    if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
+        kind = type(optimiser).__name__
+        raise TypeError(f"balance_after_step needs a torch.optim.Optimizer first, then the model; got {kind} first")
+    if not _params_of(optimiser) & {id(parameter) for parameter in model.parameters()}:
+        raise ValueError(
+            f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
+            "after the model is copied, cast or sharded"
+        )
+    options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
+    parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
+    short = grown_neurons(part for part in parts if optimiser.state.get(part.parameter))
+    radii = [initial_radius(part.parameter, part.role, fix_norm, short.get(part.parameter)) for part in parts]
+    neurons = [
+        (part.parameter, part.role, 1.0 if radius is None else radius)
+        for part, radius in zip(parts, radii, strict=True)
+    ]
+    balancer = Balancer(neurons, fix_mean=fix_mean, fix_norm=bool(fix_norm))
+
+    def balance(has_moved: Callable[[Tensor], bool]) -> None:
+        own = _params_of(optimiser)  # read at every step: add_param_group may have added some
+        balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
+
+    if at_once:
+        balance(lambda _: True)
+    return optimiser.register_step_post_hook(lambda *_: balance(lambda parameter: parameter.grad is not None))
+
+
+def unwrapped(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimiser inside of wrappers that hold it as ``optimizer``, as Accelerate's and Lightning's do."""
+    while isinstance(inner := getattr(optimiser, "optimizer", None), torch.optim.Optimizer):
+        optimiser = inner
+    return optimiser
+
+
+def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}

@@ -33,10 +33,10 @@ test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers 2
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 3
 
 coverage: $(READY)
-	$(BIN)/pytest --numprocesses 2 --cov --cov-report=term-missing
+	$(BIN)/pytest --numprocesses 3 --cov --cov-report=term-missing
 
 test-versions:
 	$(MAKE) --keep-going test-oldest test-newest

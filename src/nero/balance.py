@@ -51,7 +51,7 @@ class Balancer:
         self._projector([held.neurons() for held in whole], wanted)
         for held, is_changed in zip(whole, wanted, strict=True):
             if is_changed:
-                held.sharding.write(held.parameter, held.parameter)
+                held.sharding.write(held.parameter, held.parameter)  # raises the version counter of shards
         for held in cut:
             if is_wanted(held.parameter):
                 gathered = held.neurons()  # one at a time: all of them may not fit in memory

@@ -40,7 +40,7 @@ from nero.parameters import (
     warn_if_idle,
     warn_if_untrainable,
 )
-from nero.pretrained import is_pretrained, warn_if_balanced, warn_if_redundant
+from nero.pretrained import is_loaded_by_diffusers, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
 from nero.regrowth import Regrowth, add_missing_radii
 from nero.role import Role
@@ -194,7 +194,7 @@ class Nero(UnseenState):
             raise ValueError("nesterov=True needs momentum: give momentum=0.9, or leave nesterov out")
         check_trainable(part[:2] for part in self.parts() if part.parameter.requires_grad)
         warn_if_untrainable(part.parameter for part in self.parts())
-        self._enter(list(self.parts()), is_pretrained=isinstance(params, nn.Module) and is_pretrained(params))
+        self._enter(list(self.parts()), is_pretrained=isinstance(params, nn.Module) and is_loaded_by_diffusers(params))
         self._is_made = True
         if defaults["depth"] == "auto" and isinstance(params, nn.Module):
             self.count_depth(params)

@@ -18,7 +18,7 @@ from nero.radius import MIN_CHANGE, balance_change
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
-def is_pretrained(model: nn.Module) -> bool:
+def is_loaded_by_diffusers(model: nn.Module) -> bool:
     """Return whether diffusers loaded a part of the model. It marks models; transformers marks parameters."""
     parts = (module for module in model.modules() if type(module).__module__.startswith("diffusers."))
     return any(cast(dict[str, str], getattr(part, "config", {})).get("_name_or_path") for part in parts)

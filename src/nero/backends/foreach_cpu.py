@@ -241,7 +241,7 @@ class _Turns(NamedTuple):
     length: Tensor  # the norm of the gradient
     average: Tensor  # the new running average
     factor: Tensor
-    angle: Tensor  # NaN, and so not ordinary, if the average is 0 or the learning rate is NaN
+    angle: Tensor  # of the turn, in radians, signed; NaN, and so not ordinary, if the average or the rate is
 
 
 def _turn_matrices(matrices: Sequence[_Matrix], axis: int, step: float, settings: Settings) -> None:

@@ -160,6 +160,7 @@ def run(
         optimiser, lr = depth.form_of(task_named(task), optimiser), None
     chosen = task_named(task, optimiser)
     settings = chosen.settings(optimiser, None if lr is None else _rate(lr), seed, epochs, precision)
+    chosen.check_installed(optimiser)
     with training_session(
         console, chosen, data, device, out, settings.precision, 1, weights=weights, shard=shard
     ) as run_all:
@@ -203,6 +204,8 @@ def sweep(
     chosen = task_named(task, *(optimiser or ()))
     contenders = optimiser or list(chosen.contenders)
     checked = [chosen.settings(name, epochs=epochs, precision=precision) for name in contenders]
+    for name in contenders:
+        chosen.check_installed(name)
     known_precision = checked[0].precision
     if shard and ray is not None:
         raise SettingError("--shard splits a run over the processes of torchrun, --ray gives it one: choose either")
@@ -256,6 +259,7 @@ def plan(
         for settings in cell.missing
     }
     for settings in seconds:
+        task_named(settings.task).check_installed(settings.optimiser)
         check_precision(settings.precision, where)
     for each in {cell.task.name: cell.task for cell in cells if cell.missing}.values():
         Store(records).check(each, bytes_needed(each, run))

@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from nero.messages import how_to_install
 from nero_lab.loops.training import Snapshot, Training
-from nero_lab.protocol import Settings, Task, perplexity
+from nero_lab.protocol import Settings, Task, has_diverged, perplexity
 from nero_lab.sweep import RunObserver
 
 #: Time between two lines, if the output is a file or a pipe.
@@ -203,7 +203,8 @@ def format_metrics(task: Task, numbers: Mapping[str, float | None]) -> str:
 
 
 def _last_metrics(training: Training | Snapshot) -> str:
-    return format_metrics(training.task, {name: values[-1] for name, values in training.curve.items()})
+    text = format_metrics(training.task, {name: values[-1] for name, values in training.curve.items()})
+    return "diverged, " * (has_diverged(training.curve) and "diverged" not in text) + text
 
 
 def _by_part(texts: dict[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Definition of an experiment: a task, its contenders, and the settings of one run."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -136,12 +136,10 @@ class Task:
         """Return the checked settings of a run. Omitted values are those of the task.
 
         Raises:
-            SettingError: if a value is impossible for this task, or the optimiser is not installed.
+            SettingError: if a value is impossible for this task.
         """
         if contender not in self.contenders:
             raise SettingError(f"{self.name} has no optimiser {contender!r}: take one of {', '.join(self.contenders)}")
-        if fault := baselines.missing(self.contenders[contender].optimiser):
-            raise SettingError(fault)
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
         chosen = self.precision if precision is None else precision_named(precision)
@@ -151,9 +149,14 @@ class Task:
             raise SettingError(f"the seed must be in [0, 2^31), got {seed}")
         if not 1 <= epochs <= self.epochs:
             raise SettingError(f"{self.name} has a schedule of 1 to {self.epochs} epochs, got {epochs}")
-        if chosen == "bf16" != self.precision and self.loop is not None:
+        if chosen == "bf16" and self.precision != "bf16" and self.loop is not None:
             raise SettingError(f"{self.name} trains in float32 or tf32, got {chosen}: take either")
         return Settings(self.name, contender, lr, seed, epochs, chosen)
+
+    def check_installed(self, contender: str) -> None:
+        """Raise if the optimiser of a contender is not installed."""
+        if fault := baselines.missing(self.contenders[contender].optimiser):
+            raise SettingError(fault)
 
     def grid_of(self, contender: str) -> tuple[float, ...]:
         """Return the learning rates to search for a contender."""
@@ -198,19 +201,24 @@ def precision_named(name: str) -> Precision:
     raise SettingError(f"the precision must be one of {', '.join(PRECISIONS)}, got {name!r}")
 
 
-def best_rate(task: Task, records: list[dict[str, Any]]) -> float:
+def has_diverged(curve: Mapping[str, Sequence[float | None]]) -> bool:
+    """Tell whether a loss of training was not finite in the last epoch. Accuracies and rewards stay numbers then."""
+    trained = ["train_loss"] if "train_loss" in curve else [name for name in curve if name.endswith("_loss")]
+    ends = [curve[name][-1] for name in trained]
+    return any(end is None or not math.isfinite(end) for end in ends)
+
+
+def best_rate(task: Task, records: Iterable[Mapping[str, Any]]) -> float:
     """Return the learning rate with the best last epoch among the records of one contender.
 
-    A tie goes to the paper's learning rate, or else to the smallest. A diverged run is the worst, also if its accuracy
-    is a number.
+    A tie goes to the contender's usual rate, or else to the smallest. A diverged run is the worst.
     """
+    sign = -1 if task.metric.endswith(("loss", "distance")) else 1
 
-    def rank(record: dict[str, Any]) -> tuple[float, bool, float]:
-        last, train_loss = (record["curve"].get(name, [0.0])[-1] for name in (task.metric, "train_loss"))
-        last = None if train_loss is None else last
-        last = -last if last is not None and task.metric.endswith(("loss", "distance")) else last
-        is_papers = record["lr"] == task.contenders[record["optimiser"]].best
-        return (-math.inf if last is None else last, is_papers, -record["lr"])
+    def rank(record: Mapping[str, Any]) -> tuple[float, bool, float]:
+        last = record["curve"][task.metric][-1]
+        value = -math.inf if last is None or has_diverged(record["curve"]) else sign * last
+        return value, record["lr"] == task.contenders[record["optimiser"]].best, -record["lr"]
 
     return float(max(records, key=rank)["lr"])
 

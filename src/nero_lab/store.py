@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -75,6 +76,11 @@ class Store:
                 "make room, or choose another folder by --out"
             )
 
+    @cached_property
+    def _packed(self) -> list[dict[str, Any]]:
+        """The records of ``NAME.jsonl`` files, which no run writes."""
+        return [record for file in sorted(self.root.glob("*.jsonl")) for record in _read_lines(file)]
+
     def path(self, task: Task, settings: Settings, suffix: str) -> Path:
         """Return the path of a run's file."""
         return self.root / task.name / (task.run_name(settings) + suffix)
@@ -91,8 +97,7 @@ class Store:
         if path.exists():
             record = _parse_record(_read(path), str(path))
         else:
-            packed = [record for file in sorted(self.root.glob("*.jsonl")) for record in _read_lines(file)]
-            record = next((each for each in packed if all(each.get(key) == wanted[key] for key in wanted)), {})
+            record = next((each for each in self._packed if all(each.get(key) == wanted[key] for key in wanted)), {})
             if not record:
                 return None
             where, remedy = record["path"], "delete that line"
@@ -164,8 +169,8 @@ class Store:
     def make_record(self, training: Training) -> dict[str, Any]:
         """Return the record of a finished run.
 
-        ``side_by_side`` is the largest number of runs that this process trained at a time. It does not count runs that
-        other processes trained on the same GPU; they slow each other down as well, so compare ``seconds`` with care.
+        ``side_by_side`` is the largest number of runs that one command trained at a time. It does not count runs of
+        other commands on the same GPU; they slow each other down as well, so compare ``seconds`` with care.
         """
         commits = self._commits.get(training.settings, [self.commit])
         return {

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import nero
 from nero_lab.claims import Split, evaluate, load_digits, measurements, studies, tables
 from nero_lab.claims import __main__ as command
+from nero_lab.report.markdown import DIVERGED_NOTE
 from nero_lab.store import read_json_lines
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +138,19 @@ def test_normalised_network_is_blind_to_scale_of_weights():
     with torch.no_grad():
         model[0].weight.mul_(10)
     torch.testing.assert_close(model(inputs), before)
+
+
+def test_start_counts_whole_runs_once_and_marks_divergence():
+    def run(seed: int, accuracy: float, loss: float | None = 1.0, epochs: int = 50, **changes: str) -> dict[str, Any]:
+        curve = {"train_loss": [loss], "train_accuracy": [accuracy], "test_accuracy": [accuracy]}
+        names = {"task": "mnist-deep-balanced", "optimiser": "adam", "lr": 0.0001, "epochs": epochs}
+        return {**names, "seed": seed, "precision": "tf32", "curve": curve, **changes}
+
+    whole = [run(0, 0.9), run(1, 0.8), run(2, 0.1, loss=None)]
+    of_tasks = [*whole, run(0, 0.3, epochs=1), run(0, 0.2, precision="float32")]
+    table = tables.claims_tables(read_json_lines(ROOT / "results/studies/claims.jsonl"), of_tasks)["balanced-start"]
+    assert "| Adam | 0.0001 | 60.00 ± 35.59† | 60.00 ± 35.59† |" in table
+    assert DIVERGED_NOTE in table
 
 
 def test_rank_correlation_of_known_orders():

@@ -133,7 +133,7 @@ def test_optimiser_not_installed_names_what_to_install(name, monkeypatch):
     with pytest.raises(ValueError, match=wanted):
         baselines.make(name, Network(), 0.01)
     with pytest.raises(SettingError, match=wanted):
-        TASK.settings(name)
+        TASK.check_installed(name)
 
 
 def test_weight_decay_spares_gains_and_biases():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from lab.helpers import FAST, checkpoint_every_step, make_data, make_display
+from torch import nn
 
 from nero_lab import progress
 from nero_lab.loops.supervised import READ_DELAY_STEPS, Supervised
@@ -114,6 +115,15 @@ def test_snapshots_show_what_the_run_shows(tmp_path):
     shown, wanted = (re.sub(r"\d+ s|direct|remote", "", stream.getvalue()) for stream in (other, one))
     assert shown == wanted
     assert "test" in shown
+
+
+@pytest.mark.usefixtures("verbose")
+def test_log_names_a_run_that_diverged(tmp_path):
+    task = replace(FAST, model=lambda: nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, 10)))
+    display, stream = make_display(False, tmp_path)
+    with display:
+        train(task, [task.settings("sgd", lr=1e38, epochs=1)], make_data(), Store(tmp_path), display)
+    assert re.search(r"diverged, train [\d.]+%, test [\d.]+% after 1 epoch", stream.getvalue())
 
 
 @pytest.mark.usefixtures("verbose")

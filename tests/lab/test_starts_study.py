@@ -74,9 +74,27 @@ def test_only_the_jump_breaks_a_pretrained_network(tmp_path: Path, capsys: pytes
     records = read_json_lines(out)
     assert [record["contender"] for record in records] == [name.partition("@")[0] for name in contenders]
     assert capsys.readouterr().out.count("valid") == 5
+    command.main(
+        ["--data", str(tmp_path), "--out", str(out), "--cases", "control", "--seeds", "0", "--contenders", *contenders]
+    )
+    assert read_json_lines(out) == records
+    assert "all runs are in" in capsys.readouterr().out
     for record in records:
         assert len(record["train"]) == 3
         assert (record["train"][1] > 10 * record["untrained"]) == (record["contender"] == "before")
+
+
+@pytest.mark.parametrize(
+    ("contender", "fault"),
+    [
+        ("neero", "there is no contender 'neero': take one of nero, before"),
+        ("nero@fast", "'nero@fast' is not a number"),
+    ],
+)
+def test_contender_that_is_none_raises(contender: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        command.main(["--data", str(tmp_path), "--out", str(tmp_path / "runs.jsonl"), "--contenders", contender])
+    assert fault in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small")

@@ -260,6 +260,7 @@ def test_packed_records_are_found_and_not_run_again(tmp_path):
     pack_records(tmp_path)
     assert [path.name for path in tmp_path.rglob("*.json*")] == ["runs.jsonl"]
     assert [{**found, "path": None} for found in read_records(tmp_path)] == [{**each, "path": None} for each in records]
+    store = Store(tmp_path)  # which reads packed records once
     assert store.record(FAST, FAST.settings("sgd", seed=2, epochs=1)) is None
     again = train(FAST, runs, make_data(), store, observer)
     assert [found["seconds"] for found in again] == [record["seconds"] for record in records]

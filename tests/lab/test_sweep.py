@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from nero_lab.data import DataError
 from nero_lab.loops.supervised import Supervised
 from nero_lab.plan import cells_of, lines_of
 from nero_lab.pool import train_in_processes
-from nero_lab.protocol import Settings
+from nero_lab.protocol import Settings, best_rate
 from nero_lab.store import Store, StoreError, read_records
 from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS
@@ -339,6 +340,19 @@ def record(contender, lr, seed=0, **changes):
 def missing(cells, contender, part):
     (cell,) = [each for each in cells if (each.contender, each.part) == (contender, part)]
     return [(settings.lr, settings.seed) for settings in cell.missing], cell.wanted
+
+
+@pytest.mark.parametrize("task", ["pong", "cifar10-vgg11"])
+def test_best_rate_is_not_that_of_a_run_that_diverged(task: str):
+    def record(lr: float, value: float, loss: float | None) -> dict[str, Any]:
+        kinds = ("policy_loss", "value_loss") if task == "pong" else ("train_loss",)
+        return {
+            "optimiser": "sgd",
+            "lr": lr,
+            "curve": {TASKS[task].metric: [value], **{kind: [loss] for kind in kinds}},
+        }
+
+    assert best_rate(TASKS[task], [record(0.01, 0.1, 1.0), record(1.0, 0.2, None)]) == 0.01
 
 
 def test_plan_finds_missing_rates_and_seeds():

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from nero_lab import baselines
 from nero_lab.data import ImageDataset, load
+from nero_lab.protocol import Schedule, linear_decay
 
 PIXELS = 784
 EVAL_BATCH = 2000
@@ -46,16 +47,6 @@ def linear_layers(model: nn.Module) -> list[nn.Linear]:
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def falling(step: int, steps: int) -> float:
-    """Let the rate fall linearly to zero."""
-    return 1 - step / steps
-
-
-def constant(_step: int, _steps: int) -> float:
-    """Keep the rate."""
-    return 1.0
-
-
 def train(
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
@@ -65,7 +56,7 @@ def train(
     batch: int,
     epochs: int,
     seed: int,
-    schedule: Callable[[int, int], float] = falling,
+    schedule: Schedule | None = None,
     after_epoch: Callable[[int], None] | None = None,
     after_step: Callable[[int], None] | None = None,
 ) -> list[float]:
@@ -79,19 +70,20 @@ def train(
         batch: the examples of a step; a last smaller batch is left out.
         epochs: the number of epochs.
         seed: the seed of the order of the examples.
-        schedule: the factor of the rate, from the step and the number of steps.
+        schedule: the factor of the rate; by default it falls linearly to zero.
         after_epoch: called with the number of finished epochs.
         after_step: called with the number of finished steps.
     """
     generator = torch.Generator().manual_seed(seed)
     per_epoch = len(data.labels) // batch
+    schedule = schedule or linear_decay(epochs)
     accuracy, step = [], 0
     for epoch in range(epochs):
         model.train()
         right = torch.zeros((), dtype=torch.long)
         order = torch.randperm(len(data.labels), generator=generator)
         for rows in torch.split(order[: per_epoch * batch], batch):
-            baselines.set_rate(optimiser, lr * schedule(step, epochs * per_epoch))
+            baselines.set_rate(optimiser, lr * schedule(step, per_epoch))
             optimiser.zero_grad()
             outputs = model(data.inputs[rows])
             cross_entropy(outputs, data.labels[rows]).backward()  # type: ignore[no-untyped-call]

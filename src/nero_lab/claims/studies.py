@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import nero
 from nero_lab import baselines
-from nero_lab.claims import PIXELS, Digits, Split, constant, evaluate, linear_layers, measure_test, train
+from nero_lab.claims import PIXELS, Digits, Split, evaluate, linear_layers, measure_test, train
 from nero_lab.models.mlp import mlp
+from nero_lab.protocol import constant
 
 Settings = dict[str, Any]
 SEEDS = (0, 1, 2)

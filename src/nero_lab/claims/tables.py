@@ -19,7 +19,10 @@ from nero_lab.claims.studies import (
     STRENGTHS,
     USUAL_RATES,
 )
+from nero_lab.protocol import has_diverged
 from nero_lab.report.markdown import over_seeds, render_table, seeds_note
+from nero_lab.report.runs import that_count
+from nero_lab.tasks import TASKS
 
 #: What a row of the list of claims may end in.
 VERDICTS = ("holds", "partly", "does not hold", "not run")
@@ -71,6 +74,7 @@ def _mean(runs: Records, key: str = "test_error") -> str:
 
 def claims_tables(records: Records, of_tasks: Records) -> dict[str, str]:
     """Return the tables by name, from the study's records and those of the lab's tasks."""
+    of_tasks = that_count(run for run in of_tasks if run["epochs"] == TASKS[run["task"]].epochs)
     makers: dict[str, Callable[[Records], str]] = {
         "initial-scale": _initial_scale,
         "start": _start,
@@ -97,7 +101,8 @@ def _raw_scale(records: Records, of_tasks: Records) -> str:
     rows = []
     for sigma in RAW_SCALES:
         runs = [run["curve"] for run in of_tasks if run["optimiser"] == f"sigma-{sigma:g}"]
-        rows.append(_curve_row("Adam, reparameterised", sigma, [run["train_accuracy"] for run in runs]))
+        if runs:
+            rows.append(_curve_row("Adam, reparameterised", sigma, [run["train_accuracy"] for run in runs]))
     for study, name in {"raw-scale": "Nero", "raw-scale-bounded": "Nero, `longest_step=3`"}.items():
         for sigma in RAW_SCALES:
             runs = select(records, study, sigma=sigma)
@@ -112,12 +117,12 @@ def _balanced_start(of_tasks: Records) -> str:
     for run in of_tasks:
         if run["task"] != "mnist-deep-balanced" and (run["task"], run["optimiser"]) != ("mnist-deep", "nero"):
             continue
-        name = NAMES[run["optimiser"]] + ", diverged" * (run["curve"]["train_loss"][-1] is None)
-        found.setdefault((name, run["lr"]), []).append(run["curve"])
-    rows = [
-        [name, f"{lr:g}", *(over_seeds([100 * curve[key][-1] for curve in curves]) for key in ACCURACIES)]
-        for (name, lr), curves in sorted(found.items(), key=lambda item: (not item[0][0].startswith("Nero"), item[0]))
-    ]
+        found.setdefault((NAMES[run["optimiser"]], run["lr"]), []).append(run["curve"])
+    rows = []
+    for (name, lr), curves in sorted(found.items(), key=lambda item: (item[0][0] != "Nero", item[0])):
+        diverged = any(map(has_diverged, curves))
+        cells = (over_seeds([100 * curve[key][-1] for curve in curves], has_diverged=diverged) for key in ACCURACIES)
+        rows.append([name, f"{lr:g}", *cells])
     return render_table(["optimiser", "rate", "train accuracy, %", "test accuracy, %"], rows)
 
 

@@ -119,11 +119,28 @@ def _measured_curves(curve: Record) -> dict[Measure, tuple[float, ...]]:
     }
 
 
-class Runs:
-    """All runs of a set of records, and those that count.
+def that_count(records: Iterable[Record]) -> list[Record]:
+    """Choose one record for each task, contender, rate and seed; all seeds of a rate have one precision.
 
-    Of several runs of one contender, rate and seed, float32 counts before other precisions, then the latest run. Only
-    runs on one data set count: the task's own, or else the stand-in with the most runs.
+    That is the precision of the most seeds, then float32. Of repeated runs the latest counts.
+    """
+    by_rate: dict[tuple[Any, ...], dict[str, dict[int, Record]]] = {}
+    for record in sorted(records, key=lambda record: str(record.get("finished", ""))):
+        rate = record["task"], record["optimiser"], record["lr"], record.get("data")
+        by_precision = by_rate.setdefault(rate, {})
+        by_precision.setdefault(record.get("precision", "float32"), {})[record["seed"]] = record
+
+    def order(found: tuple[str, dict[int, Record]]) -> tuple[int, bool, str]:
+        precision, seeds = found
+        return len(seeds), precision == "float32", precision
+
+    return [record for found in by_rate.values() for record in max(found.items(), key=order)[1].values()]
+
+
+class Runs:
+    """All runs of a set of records, and those that count, by :func:`that_count`.
+
+    Only runs on one data set count: the task's own, or else the stand-in with the most runs.
 
     Args:
         records: in any order.
@@ -139,21 +156,24 @@ class Runs:
     def __init__(self, records: Iterable[Record]) -> None:
         known = all_published()
         self.unknown_tasks = Counter[str]()
-        runs = []
+        runs, whole = [], []
         for record in records:
-            if record["task"] in known:
-                runs.append(parse_record(record))
-            else:
+            if record["task"] not in known:
                 self.unknown_tasks[record["task"]] += 1
+                continue
+            runs.append(parse_record(record))
+            if record["epochs"] == known[record["task"]].epochs:
+                whole.append(record)
         self.tasks = [task for task in known if any(run.task == task for run in runs)]
         self._all = sorted(runs, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in runs if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in runs if run.epochs == known[run.task].epochs), key=_table_order)
         self._data = {task: _counted_data([run for run in self._full if run.task == task]) for task in known}
-        self._counted: dict[tuple[str, str, float, int], Run] = {}
-        for run in sorted(self._full, key=_priority):  # later runs replace earlier ones
-            if run.data == self._data[run.task]:
-                self._counted[run.task, run.optimiser, run.rate, run.seed] = run
+        self._counted = {
+            (run.task, run.optimiser, run.rate, run.seed): run
+            for run in map(parse_record, that_count(whole))
+            if run.data == self._data[run.task]
+        }
 
     def full(self, task: str) -> list[Run]:
         """Return every run that has all epochs of the task."""

@@ -62,7 +62,7 @@ def seeds_table(facts: Published, runs: Runs) -> str:
                 our_result(facts, runs, row),
                 with_spread(row.mean, row.spread),
                 *(_difference(row, finals) if facts.is_comparable else ()),
-                ", ".join(sorted({run.precision for run in by_seed.values()})) or "-",
+                next((run.precision for run in by_seed.values()), "-"),
             )
         )
     published = f"{facts.origin}: {facts.paper_measure}"

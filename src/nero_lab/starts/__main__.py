@@ -18,9 +18,10 @@ from torch import nn
 
 import nero
 from nero_lab.provenance import commit, device_name
+from nero_lab.session import exit_on_error
 from nero_lab.starts.cases import CASES, batches
 from nero_lab.starts.variants import Variant
-from nero_lab.store import write_atomically
+from nero_lab.store import read_json_lines, write_atomically
 
 BASES = {case.base for case in CASES.values()}
 STEPS, BASE_STEPS = 600, 1500
@@ -52,25 +53,32 @@ CONTENDERS: dict[str, Optimiser] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every case asked for, with every contender and seed."""
+    """Run every case asked for, with every contender and seed; runs that are on record are left out."""
     parser = argparse.ArgumentParser(prog="python -m nero_lab.starts", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder with the data sets")
     parser.add_argument("--out", type=Path, required=True, help="the file to append records to")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[name for name in CASES if name not in BASES])
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), help="NAME or NAME@RATE")
+    everyone = [(name, 0.01) for name in CONTENDERS]
+    parser.add_argument("--contenders", nargs="+", type=_contender, default=everyone, help="NAME or NAME@RATE")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     bases = options.out.parent
     bases.mkdir(parents=True, exist_ok=True)
-    for name in sorted({CASES[case].base for case in options.cases} - {""}):
+    on_file = read_json_lines(options.out) if options.out.exists() else []
+    done = {(record["case"], record["contender"], record["lr"], record["seed"]) for record in on_file}
+    runs = [
+        (case, *contender, seed, options.data, options.device, bases)
+        for case, contender, seed in itertools.product(options.cases, options.contenders, options.seeds)
+        if (case, *contender, seed) not in done
+    ]
+    for name in sorted({CASES[case].base for case, *_ in runs} - {""}):
         if not (bases / f"{name}.pt").exists():
             train_base(name, options.data, options.device, bases)
-    runs = []
-    for case, contender, seed in itertools.product(options.cases, options.contenders, options.seeds):
-        name, _, rate = contender.partition("@")
-        runs.append((case, name, float(rate or 0.01), seed, options.data, options.device, bases))
+    if not runs:
+        print(f"all runs are in {options.out}")
+        return
     with ExitStack() as stack:
         out = stack.enter_context(options.out.open("a"))
         do: Callable[..., Iterable[dict[str, Any]]] = map
@@ -82,6 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                   f"{record['seconds']} s", flush=True)  # fmt: skip
             out.write(json.dumps(record) + "\n")
             out.flush()
+
+
+def _contender(text: str) -> tuple[str, float]:
+    """Parse a contender and its rate."""
+    name, _, rate = text.partition("@")
+    if name not in CONTENDERS:
+        raise argparse.ArgumentTypeError(f"there is no contender {name!r}: take one of {', '.join(CONTENDERS)}")
+    try:
+        return name, float(rate or 0.01)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"the rate of {text!r} is not a number") from None
 
 
 def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device: str, bases: Path) -> dict[str, Any]:
@@ -151,4 +170,5 @@ def _validate(name: str, model: nn.Module, data: Path, device: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with exit_on_error("nero_lab.starts"):
+        main()

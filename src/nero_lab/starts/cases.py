@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from nero_lab.data import ImageDataset, load
+from nero_lab.data.dataset import DataError
 from nero_lab.data.folder import Folder
 from nero_lab.data.sources import MULTI30K, WIKITEXT2
 from nero_lab.models.resnet import Block, resnet18
@@ -61,7 +62,7 @@ def text(folder: Path, device: str, language: str, part: str) -> Tensor:
         source, name = Folder("multi30k", folder, None), MULTI30K[0 if is_train else 1][0]
     path = source.find(name)
     if path is None:
-        raise FileNotFoundError(f"{name} is not in {folder}: name a folder that has it by --data")
+        raise DataError(f"{name} is not in {folder}: name a folder that has it by --data")
     return torch.frombuffer(bytearray(source.read(path)), dtype=torch.uint8).to(device)
 
 

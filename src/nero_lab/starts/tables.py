@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from nero_lab.report.markdown import render_table
+from nero_lab.report.markdown import render_table, seeds_note
 from nero_lab.starts.cases import CASES
 
 GAINS = ("zero-gain", "layer-scale", "convnext", "gemma")
@@ -29,7 +29,8 @@ NERO = {"`nero.Nero(model)`": ("nero", 0.01)}
 def losses(records: list[dict[str, Any]], case: str, contender: str, lr: float) -> list[float]:
     """Return the validation losses of a contender, by seed."""
     cell = [run for run in records if (run["case"], run["contender"], run["lr"]) == (case, contender, lr)]
-    return [run["valid"] for run in sorted(cell, key=lambda run: run["seed"])]
+    by_seed = {run["seed"]: run["valid"] for run in cell}  # of repeated runs the last counts
+    return [by_seed[seed] for seed in sorted(by_seed)]
 
 
 def starts_tables(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -49,7 +50,4 @@ def _table(records: list[dict[str, Any]], cases: tuple[str, ...], columns: dict[
 
 
 def _cell(found: list[float]) -> str:
-    if not found:
-        return "-"
-    seeds = "" if len(found) == 3 else f" ({len(found)} seed{'s' if len(found) > 1 else ''})"
-    return f"{statistics.fmean(found):.3f}{seeds}"
+    return f"{statistics.fmean(found):.3f}{seeds_note(len(found))}" if found else "-"

@@ -316,19 +316,20 @@ def test_record_without_optional_keys_gets_defaults():
     assert vgg_cells(record, table="runs") == [["Nero", "0.01", "0", "float32", "90.00", "12.00", "-", "1", "unknown"]]
 
 
-def test_float32_counts_before_other_precisions():
+def test_precision_of_the_most_seeds_counts_then_float32():
     records = [
         make_record(*NERO, 0, 0.88, precision="tf32"),
         make_record(*NERO, 0, 0.89),
         make_record(*NERO, 1, 0.87, precision="tf32"),
     ]
     for order in (records, records[::-1]):
-        assert vgg_cells(*order)[0][2:6] == ["11.00", "13.00", "not run", "12.00 ± 1.00 (2 seeds)"]
-        assert vgg_cells(*order)[0][-1] == "float32, tf32"
+        assert vgg_cells(*order)[0][2:6] == ["12.00", "13.00", "not run", "12.50 ± 0.50 (2 seeds)"]
+        assert vgg_cells(*order)[0][-1] == "tf32"
         assert vgg_cells(*order, table="precision") == [
             ["Nero", "0.01", "0", "199", "91.00", "90.00", "11.00", "12.00"]
         ]
         assert [line[3] for line in vgg_cells(*order, table="runs")] == ["float32", "tf32", "tf32"]
+    assert vgg_cells(*records[:2])[0][-1] == "float32"
     assert not cells(task_tables("cifar10-vgg11", Runs(records[2:]))["precision"])
 
 

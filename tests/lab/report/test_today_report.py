@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nero_lab.protocol import best_rate
 from nero_lab.report.today import Study, read_study, width_near
 from nero_lab.report.today.figures import FIGURES
 from nero_lab.report.today.significance import is_better, welch_p
@@ -118,6 +119,22 @@ def test_best_rate_is_chosen_as_the_sweep_does():
     low, high = search({0.01: 1.0, 0.02: 1.001})
     low["curve"]["valid_loss"][-1] = 9.0
     assert Study([low, high]).best_rate("gpt", "nero") == 0.02
+
+
+def test_tie_of_rates_goes_to_the_usual_one_as_in_the_sweep():
+    usual = TASKS["vit"].contenders["adamw"].best
+    records = search({usual / 2: 10.0, usual: 10.0, 2 * usual: 10.0}, "adamw", task="vit")
+    assert Study(records).best_rate("vit", "adamw") == best_rate(TASKS["vit"], records) == usual
+
+
+def test_seeds_of_a_rate_have_one_precision():
+    mixed = [make_record(2.0, precision="float32"), *seeds([1.0, 1.2, 1.1], "nero")]
+    assert Study(mixed).values("gpt", "nero") == [1.0, 1.2, 1.1]
+
+
+def test_state_of_contenders_that_diverged_on_a_seed_is_not_drawn():
+    assert not FIGURES["gpt-state"].has_runs(Study(seeds([1.0, None], "nero")))
+    assert FIGURES["gpt-state"].has_runs(Study([*seeds([1.0, None], "nero"), *seeds([1.1, 1.0], "adamw")]))
 
 
 def test_best_rate_is_of_the_lowest_seed():

@@ -63,12 +63,13 @@ class Study:
     """Runs of the study and of the paper's suite, by task, contender, rate (or trust) and seed.
 
     Args:
-        records: records of both; runs with fewer epochs than their task are left out.
+        records: records of both; runs with fewer epochs than their task are left out. Of repeated runs the last counts.
         trust: the content of benchmarks/results/trust.json.
     """
 
     def __init__(self, records: Iterable[dict[str, Any]], trust: Mapping[str, Any]) -> None:
-        whole = [record for record in records if record["epochs"] == TASKS[record["task"]].epochs]
+        ordered = sorted(records, key=lambda record: str(record.get("finished", "")))
+        whole = [record for record in ordered if record["epochs"] == TASKS[record["task"]].epochs]
         self.runs = {(run["task"], run["optimiser"], run["lr"], run["seed"]): run for run in whole}
         self.trust = trust
 

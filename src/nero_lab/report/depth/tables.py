@@ -3,19 +3,21 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from nero_lab.protocol import perplexity
 from nero_lab.report.depth import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
 from nero_lab.report.markdown import render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 
 #: Name of a task's metric in the tables, and its conversion to their unit.
-MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
+MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
     "train_accuracy": ("train accuracy, %", lambda value: 100 * value),
     "test_accuracy": ("test accuracy, %", lambda value: 100 * value),
-    "valid_loss": ("validation perplexity", math.exp),
-    "reward": ("mean return", float),
-    "test_distance": ("distance to test images", float),
+    "valid_loss": ("validation perplexity", perplexity),
+    "reward": ("mean return", lambda value: math.nan if value is None else value),
+    "test_distance": ("distance to test images", lambda value: math.nan if value is None else value),
 }
 
 
@@ -136,7 +138,7 @@ def translation(study: Study) -> str:
     for (contender, rate), name in names.items():
         for seed in range(4):
             if run := study.runs.get(("translation", contender, rate, seed)):
-                curve = [math.exp(loss) for loss in run["curve"]["valid_loss"]]
+                curve = [perplexity(loss) for loss in run["curve"]["valid_loss"]]
                 worst = max(range(10, len(curve)), key=lambda epoch: curve[epoch])
                 rows.append([name, seed, _two(curve[-1]), _two(run["test_bleu"]), f"{curve[worst]:.1f} ({worst + 1})"])
     return _table(["steps", "seed", "validation perplexity", "BLEU", "worst after epoch 10 (epoch)"], rows)
@@ -156,7 +158,7 @@ def words(study: Study) -> str:
     rows = []
     for name, cell in forms.items():
         losses = [study.curves("wikitext2", *cell, f"{part}_loss") for part in ("train", "valid", "test")]
-        rows.append([name, *(_list(math.exp(curve[-1]) for curve in curves) for curves in losses)])
+        rows.append([name, *(_list(perplexity(curve[-1]) for curve in curves) for curves in losses)])
     return _table(["bounded steps", "train", "validation", "test"], rows)
 
 
@@ -186,7 +188,11 @@ def time(study: Study) -> str:
                 curves.setdefault(angle, []).extend(study.curves(task, contender, rate, seeds=SEEDS))
         row: list[object] = [layers]
         for epoch in range(TASKS[task].epochs):
-            means = {angle: statistics.fmean(curve[epoch] for curve in found) for angle, found in curves.items()}
+            means = {
+                angle: statistics.fmean(curve[epoch] for curve in found)
+                for angle, found in curves.items()
+                if len(found) >= len(SEEDS)
+            }
             best = max(means, key=lambda angle: means[angle])
             row.append(f"{best:.2g}" if 100 * means[best] > CHANCE else "-")
         rows.append(row)
@@ -261,7 +267,7 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _two(value: float) -> str:
-    return f"{value:.2f}"
+    return f"{value:.2f}" if math.isfinite(value) else "diverged"
 
 
 def _list(values: Iterable[float]) -> str:

@@ -3,12 +3,15 @@
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nero_lab.protocol import has_diverged
 from nero_lab.report.names import CONTENDERS as NAMES
+from nero_lab.report.runs import Record, that_count
 from nero_lab.report.today.significance import is_better
 from nero_lab.store import StoreError, read_records
 from nero_lab.tasks import TASKS
@@ -122,27 +125,23 @@ class Study:
     """Runs by task, contender, rate and seed.
 
     Args:
-        records: in any order. Of repeated runs the last counts. Runs with fewer epochs than the longest of their task
-            are left out.
+        records: in any order; :func:`nero_lab.report.runs.that_count` chooses. Runs with fewer epochs than the longest
+            of their task are left out.
         seconds: the seconds of all steps of a run, with the device for itself, by task and contender.
 
     Attributes:
         short: the number of runs left out, by task.
     """
 
-    def __init__(
-        self, records: Iterable[Mapping[str, Any]], seconds: Mapping[tuple[str, str], float] | None = None
-    ) -> None:
+    def __init__(self, records: Iterable[Record], seconds: Mapping[tuple[str, str], float] | None = None) -> None:
         self.seconds = seconds or {}
-        ordered = sorted(records, key=lambda record: str(record.get("finished", "")))
-        epochs = {task: max(record["epochs"] for record in found) for task, found in _by_task(ordered).items()}
-        self.short = dict.fromkeys(epochs, 0)
+        known = list(records)
+        epochs = {task: max(record["epochs"] for record in found) for task, found in _by_task(known).items()}
+        whole = [record for record in known if record["epochs"] == epochs[record["task"]]]
+        shorter = Counter(record["task"] for record in known if record["epochs"] < epochs[record["task"]])
+        self.short = {task: shorter[task] for task in epochs}
         self._runs: dict[str, dict[str, dict[float, dict[int, Run]]]] = {}
-        for record in ordered:
-            if record["epochs"] < epochs[record["task"]]:
-                self.short[record["task"]] += 1
-                continue
-            run = parse(record)
+        for run in map(parse, that_count(whole)):
             rates = self._runs.setdefault(run.task, {}).setdefault(run.contender, {})
             rates.setdefault(run.rate, {})[run.seed] = run
 
@@ -169,14 +168,16 @@ class Study:
     def best_rate(self, task: str, contender: str) -> float | None:
         """Return the best rate of the search, or the rate with the most runs if the task has no search.
 
-        A tie goes to the smallest rate.
+        A tie goes to the contender's usual rate, as in the search, or else to the smallest.
         """
         found = self.search(task, contender)
         if not found:
             return None
         if task == "airbench":
             return max(found, key=lambda rate: (len(self.at_rate(task, contender, rate)), -found[rate].value))
-        return min(found, key=lambda rate: found[rate].searched)
+        known = TASKS[task].contenders if task in TASKS else {}
+        usual = known[contender].best if contender in known else None
+        return min(found, key=lambda rate: (found[rate].searched, rate != usual, rate))
 
     def at_rate(self, task: str, contender: str, rate: float) -> list[Run]:
         """Return the runs at a rate, in the order of their seeds."""
@@ -206,7 +207,7 @@ class Study:
         best = self.best_rate(task, contender)
         if len(found) < 2 or best is None or not math.isfinite(found[best]):
             return None
-        return width_near(found, best, goal_of(task).limit(found[best]))
+        return width_near(found, best, goal_of(task).limit(min(found.values())))
 
 
 def width_near(values: Mapping[float, float], best: float, limit: float) -> Width:
@@ -248,8 +249,8 @@ def parse(record: Mapping[str, Any]) -> Run:
         raise StoreError(f"{path} lacks the curve {goal.curve}; run it again")
     last = curve[goal.curve][-1]
     # an accuracy stays a number after a divergence
-    has_diverged = last is None or curve.get("train_loss", [0.0])[-1] is None
-    if goal.result and goal.result not in record and not has_diverged:
+    is_lost = last is None or has_diverged(curve)
+    if goal.result and goal.result not in record and not is_lost:
         raise StoreError(f"{path} lacks {goal.result}; run it again")
     value = last if goal.result is None else record.get(goal.result)
     state, parameters = record.get("state_bytes"), record.get("parameters")
@@ -258,8 +259,8 @@ def parse(record: Mapping[str, Any]) -> Run:
         contender=record["optimiser"],
         rate=record["lr"],
         seed=record["seed"],
-        value=math.inf if has_diverged else goal.convert(value),
-        searched=math.inf if has_diverged else goal.convert(last),
+        value=math.inf if is_lost else goal.convert(value),
+        searched=math.inf if is_lost else goal.convert(last),
         curve=tuple(map(goal.convert, curve[goal.curve])),
         seconds=record.get("seconds", math.nan),
         state=state / parameters if state is not None and parameters else None,
@@ -276,8 +277,8 @@ def read_study(root: Path) -> Study:
     return Study(read_records(folder) if folder.is_dir() else [], seconds)
 
 
-def _by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    tasks: dict[str, list[Mapping[str, Any]]] = {}
+def _by_task(records: Iterable[Record]) -> dict[str, list[Record]]:
+    tasks: dict[str, list[Record]] = {}
     for record in records:
         tasks.setdefault(record["task"], []).append(record)
     return tasks

@@ -129,9 +129,9 @@ def draw_state(study: Study, task: str) -> Figure:
     figure, (axes,) = make_panels(7, 4.6)
     points = {}
     for contender in study.ranking(task):
-        best, values = study.best_runs(task, contender), study.values(task, contender)
-        if best[0].state is not None and all(map(math.isfinite, values)):
-            points[contender] = best[0].state, statistics.fmean(values), min(values), max(values)
+        if state := _state(study, task, contender):
+            values = study.values(task, contender)
+            points[contender] = state, statistics.fmean(values), min(values), max(values)
     for contender, (state, mean, lowest, highest) in points.items():
         colour, marker = _style(contender)
         axes.plot([state, state], [lowest, highest], color=colour, linewidth=1.2)
@@ -216,6 +216,11 @@ def draw_airbench(study: Study) -> Figure:
     return figure
 
 
+def _state(study: Study, task: str, contender: str) -> float | None:
+    """Return a contender's bytes of state a parameter, if they are known and no seed has diverged."""
+    return study.best_runs(task, contender)[0].state if all(map(math.isfinite, study.values(task, contender))) else None
+
+
 def _has_runs(study: Study, task: str) -> bool:
     return bool(study.runs(task))
 
@@ -226,7 +231,7 @@ def _has_series(study: Study, kind: str) -> bool:
 
 
 def _has_state(study: Study, task: str) -> bool:
-    return any(run.state is not None and math.isfinite(run.value) for run in study.runs(task))
+    return any(_state(study, task, contender) for contender in study.ranking(task))
 
 
 def _drawing(title: str, draw: Callable[..., Figure], task: str) -> Drawing:

@@ -31,8 +31,8 @@ def balance_after_step(
         model: the model, or a part of it: neurons elsewhere stay free. Parameters without a gradient stay untouched.
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
-            at this call is held to a norm of at most one, and its mean is free. So is one that is shorter than one
-            if this optimiser has trained it and a balanced layer: it has grown from zero.
+            at this call is held to a norm of at most one, and its mean is free. So is one that has grown from zero
+            earlier: it is shorter than one, the optimiser has state of it, and another layer is balanced.
         at_once: project now as well. The paper's baselines did not.
 
     Returns:
@@ -66,7 +66,8 @@ def balance_after_step(
         )
     options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
     parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
-    short = grown_neurons(part for part in parts if optimiser.state.get(part.parameter))
+    # others may have balanced other layers; what this optimiser has no state of is new to it
+    short = {each: mask for each, mask in grown_neurons(parts).items() if each in optimiser.state}
     radii = [initial_radius(part.parameter, part.role, fix_norm, short.get(part.parameter)) for part in parts]
     neurons = [
         (part.parameter, part.role, 1.0 if radius is None else radius)

@@ -28,7 +28,7 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
     (r"(?:VisionTransformer|\w*RelativeLogits)\.proj", "io"),  # open_clip's, used as inputs @ proj
     (r"\w*(?:Router|Gate|Linear|Embedding)\.weight|DbrxExpertGLU\.[wv]1", "oi"),
     (r"Sam\w*PositionalEmbedding\.positional_embedding", "bias"),  # random frequencies
-    (r"(?:Phi4MultimodalAudioGluPointWiseConv|\w*Experts\w*)\.b\d?", "bias"),
+    (r"Phi4MultimodalAudioGluPointWiseConv\.b\d", "bias"),
     (r"\w*(?:Mamba|Mixer|SSM|SSD)\w*\.D", "bias"),
     (r"\w*Hyper(?:Connection|Head)\.(?:hc_)?fn|\w*Indexer\.\w+_gate", "oi"),  # DeepSeek V4, GLM 5
     (r"\w*Hyper(?:Connection|Head)\.\w+|\w*Indexer\.\w+_ape|\w*(?:Rglru|RGLRU)\.recurrent_param", "bias"),

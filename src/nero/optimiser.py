@@ -394,13 +394,14 @@ class Nero(UnseenState):
         """
         here = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         gone = [parameter for parameter in self._state if isinstance(parameter, Tensor) and id(parameter) not in here]
+        if not gone:
+            return
+        entering = [part for part in self.parts() if not self._has_entered(part.parameter)]
+        check_trainable(part[:2] for part in entering if part.parameter.requires_grad)
         for parameter in gone:
             del self._state[parameter]
             self._roles.pop(parameter, None)
-        if gone:
-            entering = [part for part in self.parts() if not self._has_entered(part.parameter)]
-            check_trainable(part[:2] for part in entering if part.parameter.requires_grad)
-            self._enter(entering)
+        self._enter(entering)
 
     def _role(self, group: dict[str, Any], parameter: Tensor) -> Role:
         if parameter not in self._roles:  # a copy, or a framework replaced the parameter

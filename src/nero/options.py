@@ -92,7 +92,7 @@ ELSEWHERE = {
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace numbers of other types, such as numpy's, by Python's: ``torch.load`` reads no others."""
+    """Replace numbers of other types, such as numpy's, by Python's: ``torch.load`` refuses others by default."""
 
     def is_odd(name: str, value: object) -> bool:
         return name in OPTIONS and OPTIONS[name].is_number and isinstance(value, Real) and type(value) not in IMMUTABLE

@@ -4,6 +4,7 @@ The layer that owns a parameter decides its role, or else the parameter's name (
 others, the paper's shape rule does.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -250,8 +251,11 @@ def _role_in_named_layer(module: nn.Module, layers: tuple[str, ...], name: str, 
         return Role("neuron", (0,)) if name == "weight" else Role("bias", ())
     if "DbrxExpertGLU" in layers and name == "w2":  # (experts x in, out)
         return Role("neuron", (0,), cast(int, module.moe_num_experts))
-    if len(shape) == 3 and any("Experts" in layer for layer in layers):  # one per slice along axis 0
-        return Role("neuron", (1,) if _is_transposed(module) else (2,))
+    if any("Experts" in layer for layer in layers):  # one per slice along axis 0
+        if len(shape) == 3:
+            return Role("neuron", (1,) if _is_transposed(module) else (2,))
+        if len(shape) == 2 and re.fullmatch(r"b(?:ias)?\d*|b_\w+|\w+_b", name):
+            return Role("bias", ())
     return None
 
 

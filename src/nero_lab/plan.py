@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 from nero_lab.progress import duration
 from nero_lab.protocol import Precision, Settings, Task, best_rate
 from nero_lab.report.names import dataset_name
+from nero_lab.report.runs import that_count
 
 
 class Cell(NamedTuple):
@@ -91,7 +92,7 @@ def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precis
     options = dict(task.contenders[contender].options)
     whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "batch": task.batch, "options": options}
     found = [record for record in records if all(record.get(key) == value for key, value in whole.items())]
-    own = [record for record in found if record.get("data") is None]
+    own = that_count(record for record in found if record.get("data") is None)
     done = {(record["lr"], record["seed"]) for record in own}
     on_stand_in = {(record["lr"], record["seed"]): record["data"] for record in found if record.get("data") is not None}
 

@@ -20,7 +20,7 @@ import torch
 
 from nero_lab.data import Dataset, Game, load_once
 from nero_lab.loops.training import Snapshot, Training
-from nero_lab.progress import duration, format_metrics
+from nero_lab.progress import duration, last_metrics
 from nero_lab.protocol import Settings, Task
 from nero_lab.store import Store, StoreError
 from nero_lab.sweep import RunObserver, deferred_interrupts, train
@@ -311,8 +311,7 @@ def _train(worker: _Worker, place: int, settings: Settings) -> str | None:
             record = train(task, [settings], data, worker.store, worker)[0]
         except KeyboardInterrupt:
             return None
-    metrics = format_metrics(task, {name: values[-1] for name, values in record["curve"].items()})
-    return f"{metrics or 'diverged'} in {duration(record['seconds'])}"
+    return f"{last_metrics(task, record['curve'])} in {duration(record['seconds'])}"
 
 
 def _share(training: Training | Snapshot) -> float:

@@ -124,8 +124,9 @@ class Display(RunObserver):
     def ended(self, training: Training | Snapshot) -> None:
         name = training.task.run_name(training.settings)
         self._forget(training.settings)
+        epochs = "1 epoch" if training.epoch == 1 else f"{training.epoch} epochs"
         self.console.print(
-            f"{name}: {_last_metrics(training)} after {training.epoch} {'epoch' if training.epoch == 1 else 'epochs'}, "
+            f"{name}: {last_metrics(training.task, training.curve)} after {epochs}, "
             f"{duration(training.seconds)}; record in {self.out / training.task.name / name}.json"
         )
 
@@ -140,7 +141,7 @@ class Display(RunObserver):
     def _current_metrics(self, training: Training | Snapshot, is_new_epoch: bool) -> str:
         # reading the epoch under way would make the host wait for a GPU
         if is_new_epoch or training.device.type != "cpu":
-            return _last_metrics(training) if training.epochs_known else ""
+            return last_metrics(training.task, training.curve) if training.epochs_known else ""
         so_far = format_metrics(training.task, training.running_metrics())
         return f"{so_far} so far" if so_far else ""
 
@@ -202,9 +203,10 @@ def format_metrics(task: Task, numbers: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if value is not None)
 
 
-def _last_metrics(training: Training | Snapshot) -> str:
-    text = format_metrics(training.task, {name: values[-1] for name, values in training.curve.items()})
-    return "diverged, " * (has_diverged(training.curve) and "diverged" not in text) + text
+def last_metrics(task: Task, curve: Mapping[str, Sequence[float | None]]) -> str:
+    """Format the numbers of the last epoch, and say if training has diverged."""
+    text = format_metrics(task, {name: values[-1] for name, values in curve.items()})
+    return ", ".join(filter(None, ["diverged" * (has_diverged(curve) and "diverged" not in text), text]))
 
 
 def _by_part(texts: dict[str, str]) -> str:

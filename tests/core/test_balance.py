@@ -216,7 +216,7 @@ def step_all(model: nn.Module, *optimisers: torch.optim.Optimizer) -> None:
 def test_balance_after_step_of_two_optimisers_balances_own():
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4), nn.Linear(4, 9))
     hidden = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    rest = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+    rest = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
     nero.balance_after_step(hidden, model)
     assert [nero.is_balanced(layer) for layer in model] == [False, True, False]
     step_all(model, rest, hidden)
@@ -245,27 +245,35 @@ def test_balance_after_step_balances_groups_added_later():
 
 
 @pytest.mark.parametrize("loads_first", [True, False], ids=["loads, then calls", "calls, then loads"])
-def test_balance_after_step_keeps_neurons_that_grew_in_an_earlier_run(loads_first: bool):
-    def start() -> tuple[nn.Module, torch.optim.Optimizer]:
+@pytest.mark.parametrize("is_split", [False, True], ids=["one optimiser", "two optimisers"])
+def test_balance_after_step_keeps_neurons_that_grew_in_an_earlier_run(loads_first: bool, is_split: bool):
+    def start() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         nn.init.zeros_(model[2].weight)
-        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+        parts = [model[0], model[2]] if is_split else [model]
+        return model, [torch.optim.Adam(part.parameters(), lr=0.01) for part in parts]
 
-    model, optimiser = start()
-    nero.balance_after_step(optimiser, model)
-    step_all(model, optimiser)
+    def balance_all(model: nn.Module, optimisers: list[torch.optim.Optimizer]) -> None:
+        for optimiser in optimisers:
+            nero.balance_after_step(optimiser, model)
+
+    model, optimisers = start()
+    balance_all(model, optimisers)
+    step_all(model, *optimisers)
     assert model[2].weight.norm(dim=1).max() < 0.5
 
-    resumed, other = start()
+    resumed, others = start()
     if not loads_first:
-        nero.balance_after_step(other, resumed)
+        balance_all(resumed, others)
     resumed.load_state_dict(model.state_dict())
-    other.load_state_dict(optimiser.state_dict())
+    for optimiser, other in zip(optimisers, others, strict=True):
+        other.load_state_dict(optimiser.state_dict())
     if loads_first:
-        nero.balance_after_step(other, resumed)
+        balance_all(resumed, others)
     assert all(map(torch.equal, model.parameters(), resumed.parameters()))
-    other.param_groups[0]["lr"] = 10
-    step_all(resumed, other)
+    for other in others:
+        other.param_groups[0]["lr"] = 10
+    step_all(resumed, *others)
     torch.testing.assert_close(resumed[2].weight.norm(dim=1), torch.ones(4))
 
 

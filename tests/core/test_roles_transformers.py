@@ -143,6 +143,7 @@ class Experts(nn.Module):
     [
         ({"w1": (3, 6, 4), "b1": (3, 6)}, {"w1": neuron(2), "b1": BIAS}),
         ({"w1": (3, 6, 4), "router": (3, 4)}, {"w1": neuron(2), "router": ROWS}),
+        ({"a": (3, 6, 2), "b": (3, 2, 6), "b_up": (3, 6)}, {"a": neuron(2), "b": neuron(2), "b_up": BIAS}),
         ({"gate_up_proj": (3, 12, 4), "down_proj": (3, 4, 6)}, {"gate_up_proj": neuron(2), "down_proj": neuron(2)}),
         ({"gate_up_proj": (3, 4, 12), "down_proj": (3, 6, 4)}, {"gate_up_proj": neuron(1), "down_proj": neuron(1)}),
         ({"gate_up_proj": (3, 8, 4), "down_proj": (3, 4, 4)}, {"gate_up_proj": neuron(2), "down_proj": neuron(2)}),

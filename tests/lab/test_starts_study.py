@@ -88,7 +88,8 @@ def test_only_the_jump_breaks_a_pretrained_network(tmp_path: Path, capsys: pytes
     ("contender", "fault"),
     [
         ("neero", "there is no contender 'neero': take one of nero, before"),
-        ("nero@fast", "'nero@fast' is not a number"),
+        ("nero@fast", "'nero@fast' must be a number"),
+        ("nero@nan", "'nero@nan' must be a number"),
     ],
 )
 def test_contender_that_is_none_raises(contender: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

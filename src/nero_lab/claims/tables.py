@@ -74,7 +74,9 @@ def _mean(runs: Records, key: str = "test_error") -> str:
 
 def claims_tables(records: Records, of_tasks: Records) -> dict[str, str]:
     """Return the tables by name, from the study's records and those of the lab's tasks."""
-    of_tasks = that_count(run for run in of_tasks if run["epochs"] == TASKS[run["task"]].epochs)
+    of_tasks = that_count(
+        run for run in of_tasks if run["task"] in TASKS and run["epochs"] == TASKS[run["task"]].epochs
+    )
     makers: dict[str, Callable[[Records], str]] = {
         "initial-scale": _initial_scale,
         "start": _start,

@@ -120,15 +120,21 @@ def _measured_curves(curve: Record) -> dict[Measure, tuple[float, ...]]:
 
 
 def that_count(records: Iterable[Record]) -> list[Record]:
-    """Choose one record for each task, contender, rate and seed; all seeds of a rate have one precision.
+    """Choose one record for each task, contender, rate and seed.
 
-    That is the precision of the most seeds, then float32. Of repeated runs the latest counts.
+    All records of a task have the same data: the task's own, or else the stand-in with the most runs. All seeds of a
+    rate have one precision: the one with the most seeds, float32 if there is a tie. Of repeated runs the latest counts.
     """
+    ordered = sorted(records, key=lambda record: str(record.get("finished", "")))
+    names: dict[str, list[str | None]] = {}
+    for record in ordered:
+        names.setdefault(record["task"], []).append(record.get("data"))
+    data = {task: _counted_data(found) for task, found in names.items()}
     by_rate: dict[tuple[Any, ...], dict[str, dict[int, Record]]] = {}
-    for record in sorted(records, key=lambda record: str(record.get("finished", ""))):
-        rate = record["task"], record["optimiser"], record["lr"], record.get("data")
-        by_precision = by_rate.setdefault(rate, {})
-        by_precision.setdefault(record.get("precision", "float32"), {})[record["seed"]] = record
+    for record in ordered:
+        if record.get("data") == data[record["task"]]:
+            by_precision = by_rate.setdefault((record["task"], record["optimiser"], record["lr"]), {})
+            by_precision.setdefault(record.get("precision", "float32"), {})[record["seed"]] = record
 
     def order(found: tuple[str, dict[int, Record]]) -> tuple[int, bool, str]:
         precision, seeds = found
@@ -139,8 +145,6 @@ def that_count(records: Iterable[Record]) -> list[Record]:
 
 class Runs:
     """All runs of a set of records, and those that count, by :func:`that_count`.
-
-    Only runs on one data set count: the task's own, or else the stand-in with the most runs.
 
     Args:
         records: in any order.
@@ -168,11 +172,9 @@ class Runs:
         self._all = sorted(runs, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in runs if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in runs if run.epochs == known[run.task].epochs), key=_table_order)
-        self._data = {task: _counted_data([run for run in self._full if run.task == task]) for task in known}
+        self._data = {task: _counted_data([run.data for run in self._full if run.task == task]) for task in known}
         self._counted = {
-            (run.task, run.optimiser, run.rate, run.seed): run
-            for run in map(parse_record, that_count(whole))
-            if run.data == self._data[run.task]
+            (run.task, run.optimiser, run.rate, run.seed): run for run in map(parse_record, that_count(whole))
         }
 
     def full(self, task: str) -> list[Run]:
@@ -225,8 +227,8 @@ def _priority(run: Run) -> tuple[bool, str, str]:
     return run.precision == "float32", run.precision, run.finished
 
 
-def _counted_data(runs: Sequence[Run]) -> str | None:
-    names = Counter(run.data for run in runs if run.data is not None)
-    if not names or any(run.data is None for run in runs):
+def _counted_data(names: Sequence[str | None]) -> str | None:
+    stand_ins = Counter(name for name in names if name is not None)
+    if not stand_ins or None in names:
         return None
-    return max(sorted(names), key=lambda name: names[name])
+    return max(sorted(stand_ins), key=lambda name: stand_ins[name])

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -98,9 +99,12 @@ def _contender(text: str) -> tuple[str, float]:
     if name not in CONTENDERS:
         raise argparse.ArgumentTypeError(f"there is no contender {name!r}: take one of {', '.join(CONTENDERS)}")
     try:
-        return name, float(rate or 0.01)
+        lr = float(rate or 0.01)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"the rate of {text!r} is not a number") from None
+        lr = math.nan
+    if not 0 <= lr < math.inf:
+        raise argparse.ArgumentTypeError(f"the rate of {text!r} must be a number that is finite and not negative")
+    return name, lr
 
 
 def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device: str, bases: Path) -> dict[str, Any]:

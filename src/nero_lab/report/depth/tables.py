@@ -7,7 +7,7 @@ from typing import Any
 
 from nero_lab.protocol import perplexity
 from nero_lab.report.depth import CHANCE, LEARNING_LAYERS, NETWORKS, SEEDS, Study, breaks_down
-from nero_lab.report.markdown import render_table
+from nero_lab.report.markdown import number, render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 
@@ -267,7 +267,7 @@ def _table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _two(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "diverged"
+    return "diverged" if value == math.inf else number(value)
 
 
 def _list(values: Iterable[float]) -> str:

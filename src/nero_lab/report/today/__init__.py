@@ -204,10 +204,10 @@ class Study:
     def width(self, task: str, contender: str) -> Width | None:
         """Return the width of the range of rates near the contender's best; None with a single rate."""
         found = {rate: run.value for rate, run in self.search(task, contender).items()}
-        best = self.best_rate(task, contender)
-        if len(found) < 2 or best is None or not math.isfinite(found[best]):
+        best = min(found, key=lambda rate: found[rate], default=math.nan)
+        if len(found) < 2 or not math.isfinite(found[best]):
             return None
-        return width_near(found, best, goal_of(task).limit(min(found.values())))
+        return width_near(found, best, goal_of(task).limit(found[best]))
 
 
 def width_near(values: Mapping[float, float], best: float, limit: float) -> Width:

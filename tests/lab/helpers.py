@@ -143,21 +143,27 @@ def find_and_interrupt(*_):
     return find_slow()
 
 
-class Announced(Slow):
-    """A run that leaves a file when it is under way."""
+class Awaited(Slow):
+    """A run that leaves a file when it is under way, and goes on when another process has found it."""
 
     def advance(self):
         Path(self.data.name, "begun").touch()
+        wait_for(Path(self.data.name, "dies"))
         super().advance()
+
+
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.05)
 
 
 def find_and_die(settings, folder, _):
     """Find a slow task, or kill this process for seed 0 when another run is under way."""
-    while settings.seed == 0:
-        if (folder / "begun").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)
-    return replace(FAST, loop=Announced), replace(make_data(), name=str(folder))
+    if settings.seed == 0:
+        wait_for(folder / "begun")
+        (folder / "dies").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(FAST, loop=Awaited), replace(make_data(), name=str(folder))
 
 
 class Orphaned(Slow):

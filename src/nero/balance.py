@@ -117,9 +117,8 @@ def balance_(model: nn.Module, *, fix_mean: bool = True, fix_norm: bool = True) 
         True
     """
     _check_constraints(fix_mean, fix_norm)
-    Balancer(
-        ((parameter, role, 1.0) for _, parameter, role in neurons_of(model)), fix_mean=fix_mean, fix_norm=fix_norm
-    )()
+    neurons = [(parameter, role, 1.0) for _, parameter, role in neurons_of(model)]
+    Balancer(neurons, fix_mean=fix_mean, fix_norm=fix_norm)()
     return model
 
 

@@ -254,6 +254,7 @@ def _role_in_named_layer(module: nn.Module, layers: tuple[str, ...], name: str, 
     if any("Experts" in layer for layer in layers):  # one per slice along axis 0
         if len(shape) == 3:
             return Role("neuron", (1,) if _is_transposed(module) else (2,))
+        # b1, bias2, b_up, up_b: one row per expert; a router has two axes, too
         if len(shape) == 2 and re.fullmatch(r"b(?:ias)?\d*|b_\w+|\w+_b", name):
             return Role("bias", ())
     return None

@@ -214,11 +214,12 @@ def best_rate(task: Task, records: Iterable[Mapping[str, Any]]) -> float:
     A tie goes to the contender's usual rate, or else to the smallest. A diverged run is the worst.
     """
     sign = -1 if task.metric.endswith(("loss", "distance")) else 1
+    usual = {name: contender.best for name, contender in task.contenders.items()}
 
     def rank(record: Mapping[str, Any]) -> tuple[float, bool, float]:
         last = record["curve"][task.metric][-1]
         value = -math.inf if last is None or has_diverged(record["curve"]) else sign * last
-        return value, record["lr"] == task.contenders[record["optimiser"]].best, -record["lr"]
+        return value, record["lr"] == usual.get(record["optimiser"]), -record["lr"]
 
     return float(max(records, key=rank)["lr"])
 

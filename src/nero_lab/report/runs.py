@@ -159,23 +159,18 @@ class Runs:
 
     def __init__(self, records: Iterable[Record]) -> None:
         known = all_published()
-        self.unknown_tasks = Counter[str]()
-        runs, whole = [], []
-        for record in records:
-            if record["task"] not in known:
-                self.unknown_tasks[record["task"]] += 1
-                continue
-            runs.append(parse_record(record))
-            if record["epochs"] == known[record["task"]].epochs:
-                whole.append(record)
+        every = list(records)
+        published = [record for record in every if record["task"] in known]
+        self.unknown_tasks = Counter(record["task"] for record in every if record["task"] not in known)
+        runs = [parse_record(record) for record in published]
         self.tasks = [task for task in known if any(run.task == task for run in runs)]
         self._all = sorted(runs, key=lambda run: (run.epochs, run.finished))
         self._short = Counter(run.task for run in runs if run.epochs != known[run.task].epochs)
         self._full = sorted((run for run in runs if run.epochs == known[run.task].epochs), key=_table_order)
-        self._data = {task: _counted_data([run.data for run in self._full if run.task == task]) for task in known}
-        self._counted = {
-            (run.task, run.optimiser, run.rate, run.seed): run for run in map(parse_record, that_count(whole))
-        }
+        whole = (record for record in published if record["epochs"] == known[record["task"]].epochs)
+        counted = [parse_record(record) for record in that_count(whole)]
+        self._counted = {(run.task, run.optimiser, run.rate, run.seed): run for run in counted}
+        self._data = {run.task: run.data for run in counted}  # one for all runs of a task
 
     def full(self, task: str) -> list[Run]:
         """Return every run that has all epochs of the task."""
@@ -187,7 +182,7 @@ class Runs:
 
     def stand_in(self, task: str) -> str | None:
         """Return the data set that counts, or None if it is the task's own."""
-        return self._data[task]
+        return self._data.get(task)
 
     def counted(self, row: PublishedRow, rate: float | None = None) -> dict[int, Run]:
         """Return the runs that count for a row, by seed, at the row's rate or at another one."""
@@ -206,7 +201,7 @@ class Runs:
         least = MIN_SHARE * all_published()[task].epochs
         groups: dict[tuple[str, float, int], dict[str, Run]] = {}
         for run in self._all:
-            if run.task == task and run.epochs >= least and run.data == self._data[task]:
+            if run.task == task and run.epochs >= least and run.data == self._data.get(task):
                 groups.setdefault((run.optimiser, run.rate, run.seed), {})[run.precision] = run
         shared = []
         for group in groups.values():

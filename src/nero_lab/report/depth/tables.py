@@ -11,13 +11,18 @@ from nero_lab.report.markdown import number, render_table
 from nero_lab.tasks import TASKS
 from nero_lab.tasks.depth import LAYERS, RATES, TRUST
 
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 #: Name of a task's metric in the tables, and its conversion to their unit.
 MEASURES: dict[str, tuple[str, Callable[[Any], float]]] = {
     "train_accuracy": ("train accuracy, %", lambda value: 100 * value),
     "test_accuracy": ("test accuracy, %", lambda value: 100 * value),
     "valid_loss": ("validation perplexity", perplexity),
-    "reward": ("mean return", lambda value: math.nan if value is None else value),
-    "test_distance": ("distance to test images", lambda value: math.nan if value is None else value),
+    "reward": ("mean return", _or_nan),
+    "test_distance": ("distance to test images", _or_nan),
 }
 
 

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from nero_lab.protocol import has_diverged
+from nero_lab.protocol import best_rate, has_diverged
 from nero_lab.report.names import CONTENDERS as NAMES
 from nero_lab.report.runs import Record, that_count
 from nero_lab.report.today.significance import is_better
@@ -90,7 +90,7 @@ class Run(NamedTuple):
 
     Attributes:
         value: the measure that decides; infinity if the run has diverged.
-        searched: the curve's last value, by which ``nero sweep`` chooses the rate.
+        record: what it was parsed from.
         curve: one value an interval; infinity where it is not finite.
         seconds: the duration of the run, which other processes on the device make longer.
         state: the optimiser's bytes a parameter, if recorded.
@@ -101,7 +101,7 @@ class Run(NamedTuple):
     rate: float
     seed: int
     value: float
-    searched: float
+    record: Record
     curve: tuple[float, ...]
     seconds: float
     state: float | None
@@ -135,11 +135,11 @@ class Study:
 
     def __init__(self, records: Iterable[Record], seconds: Mapping[tuple[str, str], float] | None = None) -> None:
         self.seconds = seconds or {}
-        known = list(records)
-        epochs = {task: max(record["epochs"] for record in found) for task, found in _by_task(known).items()}
+        known, epochs = list(records), Counter[str]()
+        for record in known:
+            epochs[record["task"]] = max(epochs[record["task"]], record["epochs"])
         whole = [record for record in known if record["epochs"] == epochs[record["task"]]]
-        shorter = Counter(record["task"] for record in known if record["epochs"] < epochs[record["task"]])
-        self.short = {task: shorter[task] for task in epochs}
+        self.short = Counter(record["task"] for record in known) - Counter(record["task"] for record in whole)
         self._runs: dict[str, dict[str, dict[float, dict[int, Run]]]] = {}
         for run in map(parse, that_count(whole)):
             rates = self._runs.setdefault(run.task, {}).setdefault(run.contender, {})
@@ -166,18 +166,13 @@ class Study:
         return {rate: rates[rate][min(rates[rate])] for rate in sorted(rates)}
 
     def best_rate(self, task: str, contender: str) -> float | None:
-        """Return the best rate of the search, or the rate with the most runs if the task has no search.
-
-        A tie goes to the contender's usual rate, as in the search, or else to the smallest.
-        """
+        """Return the rate that the search chooses, or the rate with the most runs if the task has no search."""
         found = self.search(task, contender)
         if not found:
             return None
         if task == "airbench":
             return max(found, key=lambda rate: (len(self.at_rate(task, contender, rate)), -found[rate].value))
-        known = TASKS[task].contenders if task in TASKS else {}
-        usual = known[contender].best if contender in known else None
-        return min(found, key=lambda rate: (found[rate].searched, rate != usual, rate))
+        return best_rate(TASKS[task], [run.record for run in found.values()])
 
     def at_rate(self, task: str, contender: str, rate: float) -> list[Run]:
         """Return the runs at a rate, in the order of their seeds."""
@@ -237,7 +232,7 @@ def width_near(values: Mapping[float, float], best: float, limit: float) -> Widt
     return Width(math.exp(ends[1] - ends[0]), is_open)
 
 
-def parse(record: Mapping[str, Any]) -> Run:
+def parse(record: Record) -> Run:
     """Convert a record.
 
     Raises:
@@ -260,7 +255,7 @@ def parse(record: Mapping[str, Any]) -> Run:
         rate=record["lr"],
         seed=record["seed"],
         value=math.inf if is_lost else goal.convert(value),
-        searched=math.inf if is_lost else goal.convert(last),
+        record=record,
         curve=tuple(map(goal.convert, curve[goal.curve])),
         seconds=record.get("seconds", math.nan),
         state=state / parameters if state is not None and parameters else None,
@@ -275,10 +270,3 @@ def read_study(root: Path) -> Study:
     rows = json.loads(timed.read_text())["rows"] if timed.is_file() else []
     seconds = {(row["task"], row["optimiser"]): row["seconds_of_steps"] for row in rows if "seconds_of_steps" in row}
     return Study(read_records(folder) if folder.is_dir() else [], seconds)
-
-
-def _by_task(records: Iterable[Record]) -> dict[str, list[Record]]:
-    tasks: dict[str, list[Record]] = {}
-    for record in records:
-        tasks.setdefault(record["task"], []).append(record)
-    return tasks

@@ -218,7 +218,8 @@ def draw_airbench(study: Study) -> Figure:
 
 def _state(study: Study, task: str, contender: str) -> float | None:
     """Return a contender's bytes of state a parameter, if they are known and no seed has diverged."""
-    return study.best_runs(task, contender)[0].state if all(map(math.isfinite, study.values(task, contender))) else None
+    is_finite = all(map(math.isfinite, study.values(task, contender)))
+    return study.best_runs(task, contender)[0].state if is_finite else None
 
 
 def _has_runs(study: Study, task: str) -> bool:

@@ -8,6 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 from nero.balance import Balancer, neurons_of
 from nero.groups import Part
+from nero.messages import and_more, warn
 from nero.options import FixNorm, check_option
 from nero.radius import initial_radius
 from nero.regrowth import grown_neurons
@@ -32,7 +33,8 @@ def balance_after_step(
         fix_mean: hold every neuron to zero mean.
         fix_norm: hold every neuron to unit norm, or with ``"initial"`` to its norm at this call. A neuron that is zero
             at this call is held to a norm of at most one, and its mean is free. So is one that has grown from zero
-            earlier: it is shorter than one, the optimiser has state of it, and another layer is balanced.
+            earlier: it is shorter than one, the optimiser has state of it, and another layer of the model is balanced.
+            A warning names those.
         at_once: project now as well. The paper's baselines did not.
 
     Returns:
@@ -59,15 +61,20 @@ def balance_after_step(
     if isinstance(optimiser, type) or not hasattr(optimiser, "register_step_post_hook"):
         kind = type(optimiser).__name__
         raise TypeError(f"balance_after_step needs a torch.optim.Optimizer first, then the model; got {kind} first")
+    options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
+    parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
     if not _params_of(optimiser) & {id(parameter) for parameter in model.parameters()}:
         raise ValueError(
             f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
             "after the model is copied, cast or sharded"
         )
-    options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
-    parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
     # others may have balanced other layers; what this optimiser has no state of is new to it
     short = {each: mask for each, mask in grown_neurons(parts).items() if each in optimiser.state}
+    if kept := [part.name for part in parts if part.parameter in short]:
+        warn(
+            f"neurons of {and_more(kept)} are shorter than one, and other layers are balanced, so they are kept as "
+            "neurons that have grown from zero in an earlier run: if they have not, call nero.balance_(model) before"
+        )
     radii = [initial_radius(part.parameter, part.role, fix_norm, short.get(part.parameter)) for part in parts]
     neurons = [
         (part.parameter, part.role, 1.0 if radius is None else radius)

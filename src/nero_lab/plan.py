@@ -93,7 +93,9 @@ def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precis
     whole = {"task": task.name, "optimiser": contender, "epochs": task.epochs, "batch": task.batch, "options": options}
     found = [record for record in records if all(record.get(key) == value for key, value in whole.items())]
     own = that_count(record for record in found if record.get("data") is None)
-    done = {(record["lr"], record["seed"]) for record in own}
+    # a run that does not count, since other seeds have another precision, need not be made again in its own
+    in_precision = [each for each in found if each.get("data") is None and each.get("precision") == precision]
+    done = {(record["lr"], record["seed"]) for record in [*own, *in_precision]}
     on_stand_in = {(record["lr"], record["seed"]): record["data"] for record in found if record.get("data") is not None}
 
     def cell(part: Literal["search", "seeds"], runs: Sequence[tuple[float, int]]) -> Cell:

@@ -269,7 +269,8 @@ def test_balance_after_step_keeps_neurons_that_grew_in_an_earlier_run(loads_firs
     for optimiser, other in zip(optimisers, others, strict=True):
         other.load_state_dict(optimiser.state_dict())
     if loads_first:
-        balance_all(resumed, others)
+        with pytest.warns(UserWarning, match="are shorter than one, and other layers are balanced"):
+            balance_all(resumed, others)
     assert all(map(torch.equal, model.parameters(), resumed.parameters()))
     for other in others:
         other.param_groups[0]["lr"] = 10
@@ -302,6 +303,12 @@ def test_muon_turns_balanced_rows_by_its_learning_rate(shape: tuple[int, int]):
 def test_balance_after_step_without_optimiser_raises(optimiser):
     with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
         nero.balance_after_step(optimiser, nn.Linear(2, 2))
+
+
+def test_balance_after_step_of_parameters_raises():
+    layer = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, got generator"):
+        nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer.parameters())
 
 
 def test_balance_after_step_unknown_fix_norm_raises():

@@ -365,6 +365,13 @@ def test_plan_finds_missing_rates_and_seeds():
     assert cells[-1][1:3] == ("sgd", "search")
 
 
+def test_plan_of_mixed_seeds_asks_for_one_precision_but_for_no_run_twice():
+    tf32 = [record("nero", 0.01, seed, precision="tf32") for seed in (0, 1)]
+    mixed = [*tf32, record("nero", 0.01, 2, precision="float32")]
+    assert missing(cells_of([TASK], mixed, "tf32"), "nero", "seeds") == ([(0.01, 2)], 3)
+    assert missing(cells_of([TASK], mixed, "float32"), "nero", "seeds") == ([], 3)
+
+
 @pytest.mark.parametrize(
     "changes", [{"epochs": 1}, {"options": {"beta": 0.5}}, {"task": "other"}, {"batch": 3}, {"data": "a stand-in"}]
 )

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     done = {(record["case"], record["contender"], record["lr"], record["seed"]) for record in on_file}
     runs = [
         (case, *contender, seed, options.data, options.device, bases)
-        for case, contender, seed in itertools.product(options.cases, options.contenders, options.seeds)
+        for case, contender, seed in dict.fromkeys(itertools.product(options.cases, options.contenders, options.seeds))
         if (case, *contender, seed) not in done
     ]
     for name in sorted({CASES[case].base for case, *_ in runs} - {""}):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nero import backends
 from nero.messages import and_more, warn
-from nero.options import OPTIONS, check_lr, check_option, check_options, own_options, plain
+from nero.options import OPTIONS, check_lr, check_option, check_options, make_plain, own_options
 from nero.parameters import check_parameter
 from nero.role import Override, Role
 from nero.roles import role_from_shape, roles_of
@@ -138,7 +138,8 @@ def completed(group: Any, groups: Sequence[dict[str, Any]], lr: float | Tensor) 
         raise TypeError(f"a parameter group must be a dict, like {{'params': [...]}}, got {group!r}")
     if "params" not in group:
         raise ValueError(f"a parameter group needs 'params', but this one has only {sorted(group)}")
-    own = plain({"lr": own_rate(lr), **own_options(group, "a parameter group")})
+    own = {"lr": own_rate(lr), **own_options(group, "a parameter group")}
+    make_plain(own)
     freeze_axes(own)
     if isinstance(own["params"], list | tuple) and any(isinstance(entry, nn.Module) for entry in own["params"]):
         raise TypeError("expected parameters, got a list of modules: give one module, as in nn.ModuleList([...])")
@@ -206,6 +207,7 @@ class OptionChanges:
         if self._is_fixed and are_same(options, self._options):
             return False
         for group in groups:
+            make_plain(group)
             check_lr(group["lr"], wait=False)
             check_option("momentum", group["momentum"])
             freeze_axes(group)

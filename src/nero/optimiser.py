@@ -30,8 +30,8 @@ from nero.options import (
     OnNonfinite,
     Rounding,
     check_options,
+    make_plain,
     own_options,
-    plain,
     warn_if_unpenalised,
 )
 from nero.parameters import (
@@ -176,7 +176,8 @@ class Nero(UnseenState):
             "depth": ("auto" if is_auto else 1.0) if depth is None else depth,
             "backend": backend,
         }
-        defaults = plain({name: option.default for name, option in OPTIONS.items()} | given)
+        defaults = {name: option.default for name, option in OPTIONS.items()} | given
+        make_plain(defaults)
         if defaults["depth"] == "auto":
             if not isinstance(params, nn.Module):
                 raise ValueError(
@@ -331,6 +332,8 @@ class Nero(UnseenState):
         """Return the state and the options. All processes that share a sharded parameter must call this."""
         self._replace_swapped()
         packed: dict[str, Any] = super().state_dict()
+        for group in packed["param_groups"]:
+            make_plain(group)  # a schedule may have set its rate since the last step
         parts = [part for part in self.parts() if is_sharded(part.parameter) and self._has_entered(part.parameter)]
         counts = {id(part.parameter): count for part, count in zip(parts, self._skipped(parts), strict=True)}
         for index, parameter in enumerate([each for group in self.param_groups for each in group["params"]]):

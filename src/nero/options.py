@@ -71,6 +71,7 @@ OPTIONS: dict[str, Option] = {
     "fan_in_axes": Option(None, lambda _: True, ""),
     "fan_in_groups": Option(1, lambda _: True, ""),
 }
+NUMBERS = [name for name, option in OPTIONS.items() if option.is_number]
 #: Options that only groups have.
 OF_GROUPS = ("role", "fan_in_axes", "fan_in_groups")
 #: Options that earlier checkpoints lack; they load with the default.
@@ -91,13 +92,12 @@ ELSEWHERE = {
 }
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def make_plain(options: dict[str, Any]) -> None:
     """Replace numbers of other types, such as numpy's, by Python's: ``torch.load`` refuses others by default."""
-
-    def is_odd(name: str, value: object) -> bool:
-        return name in OPTIONS and OPTIONS[name].is_number and isinstance(value, Real) and type(value) not in IMMUTABLE
-
-    return {name: as_float(value) if is_odd(name, value) else value for name, value in options.items()}
+    for name in NUMBERS:
+        value = options.get(name)
+        if type(value) not in IMMUTABLE and isinstance(value, Real):
+            options[name] = as_float(value)
 
 
 def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import gc
 import io
 import math
 import weakref
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -486,6 +487,23 @@ def test_numpy_numbers_are_accepted_and_saved_as_pythons(backend: str):
     torch.save(optimiser.state_dict(), file)
     file.seek(0)
     assert [group["lr"] for group in torch.load(file)["param_groups"]] == [0.5, 0.5]  # it reads no numpy number
+
+
+def test_numbers_of_other_types_that_are_set_later_are_replaced_by_pythons(backend: str):
+    models = [nn.Linear(4, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimisers = [nero.Nero(model, backend=backend) for model in models]
+    for step, beta in enumerate((Fraction(9, 10), 0.9)):
+        for model, optimiser, value in zip(models, optimisers, (beta, 0.9), strict=True):
+            fill_grads(model, step)
+            optimiser.param_groups[0]["beta"] = value
+            optimiser.step()
+    assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
+    optimisers[0].param_groups[0]["lr"] = numpy.float64(0.5)  # a schedule after the last step
+    file = io.BytesIO()
+    torch.save(optimisers[0].state_dict(), file)
+    file.seek(0)
+    assert torch.load(file)["param_groups"][0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("replace", ["all groups", "one group"])

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 import nero
+from nero_lab.protocol import SettingError
 from nero_lab.starts import __main__ as command
 from nero_lab.starts import cases, tables
 from nero_lab.starts.variants import Variant
-from nero_lab.store import read_json_lines
+from nero_lab.store import StoreError, read_json_lines
 
+CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
 
@@ -98,10 +100,19 @@ def test_contender_that_is_none_raises(contender: str, fault: str, tmp_path: Pat
     assert fault in capsys.readouterr().err
 
 
+def test_device_and_file_that_do_not_fit_raise(tmp_path: Path):
+    out = tmp_path / "runs.jsonl"
+    with pytest.raises(SettingError, match="there is no device 'gpu'"):
+        command.main(["--data", str(tmp_path), "--out", str(out), "--device", "gpu"])
+    out.write_text('{"task": "mnist"}\n')
+    with pytest.raises(StoreError, match="holds other records than of this study"):
+        command.main(["--data", str(tmp_path), "--out", str(out)])
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name != "control"])
 def test_case_trains_by_nero_as_by_its_variant(name: str, tmp_path: Path):
     if base := cases.CASES[name].base:
-        command.train_base(base, tmp_path, "cpu", tmp_path)
-    ours, form = (command.run(name, way, 0.01, 0, tmp_path, "cpu", tmp_path) for way in ("nero", "ball-uncentred"))
+        command.train_base(base, tmp_path, CPU, tmp_path)
+    ours, form = (command.run(name, way, 0.01, 0, tmp_path, CPU, tmp_path) for way in ("nero", "ball-uncentred"))
     assert ours["train"] == pytest.approx(form["train"], rel=1e-4)

@@ -19,10 +19,10 @@ from torch import nn
 
 import nero
 from nero_lab.provenance import commit, device_name
-from nero_lab.session import exit_on_error
+from nero_lab.session import exit_on_error, find_device
 from nero_lab.starts.cases import CASES, batches
 from nero_lab.starts.variants import Variant
-from nero_lab.store import read_json_lines, write_atomically
+from nero_lab.store import StoreError, read_json_lines, write_atomically
 
 BASES = {case.base for case in CASES.values()}
 STEPS, BASE_STEPS = 600, 1500
@@ -63,20 +63,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", type=_contender, default=everyone, help="NAME or NAME@RATE")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one")
     options = parser.parse_args(arguments)
+    device = find_device(options.device)
     bases = options.out.parent
     bases.mkdir(parents=True, exist_ok=True)
-    on_file = read_json_lines(options.out) if options.out.exists() else []
-    done = {(record["case"], record["contender"], record["lr"], record["seed"]) for record in on_file}
+    try:
+        on_file = read_json_lines(options.out) if options.out.exists() else []
+        done = {(record["case"], record["contender"], record["lr"], record["seed"]) for record in on_file}
+    except (KeyError, TypeError) as error:
+        raise StoreError(f"{options.out} holds other records than of this study: name another --out") from error
     runs = [
-        (case, *contender, seed, options.data, options.device, bases)
+        (case, *contender, seed, options.data, device, bases)
         for case, contender, seed in dict.fromkeys(itertools.product(options.cases, options.contenders, options.seeds))
         if (case, *contender, seed) not in done
     ]
     for name in sorted({CASES[case].base for case, *_ in runs} - {""}):
         if not (bases / f"{name}.pt").exists():
-            train_base(name, options.data, options.device, bases)
+            train_base(name, options.data, device, bases)
     if not runs:
         print(f"all runs are in {options.out}")
         return
@@ -107,7 +111,9 @@ def _contender(text: str) -> tuple[str, float]:
     return name, lr
 
 
-def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device: str, bases: Path) -> dict[str, Any]:
+def run(
+    case_name: str, contender: str, lr: float, seed: int, data: Path, device: torch.device, bases: Path
+) -> dict[str, Any]:
     """Train a case and return its record: the losses of training, and the loss of validation at the end."""
     case, begin = CASES[case_name], time.perf_counter()
     base = None
@@ -129,13 +135,13 @@ def run(case_name: str, contender: str, lr: float, seed: int, data: Path, device
         "train": [round(loss, 5) for loss in [*losses[:5], *losses[9::10]]],
         "valid": _validate(case_name, model, data, device),
         "seconds": round(time.perf_counter() - begin, 1),
-        "device": device_name(torch.device(device)),
+        "device": device_name(device),
         "torch": torch.__version__,
         "commit": commit(),
     }
 
 
-def train_base(name: str, data: Path, device: str, bases: Path) -> None:
+def train_base(name: str, data: Path, device: torch.device, bases: Path) -> None:
     """Train a network that other cases start from, by AdamW."""
     torch.manual_seed(0)
     model = CASES[name].model(None).to(device)
@@ -151,7 +157,7 @@ def _train(
     seed: int,
     steps: int,
     data: Path,
-    device: str,
+    device: torch.device,
 ) -> list[float]:
     model.train()
     losses = []
@@ -167,7 +173,7 @@ def _train(
 
 
 @torch.no_grad()
-def _validate(name: str, model: nn.Module, data: Path, device: str) -> float:
+def _validate(name: str, model: nn.Module, data: Path, device: torch.device) -> float:
     model.eval()
     chosen = islice(batches(CASES[name], data, device, "test", 0), VALIDATION_BATCHES)
     return float(torch.stack([CASES[name].loss(model, *batch) for batch in chosen]).mean())

@@ -44,7 +44,7 @@ class Case:
 
 
 @lru_cache
-def images(folder: Path, device: str, part: str) -> tuple[Tensor, Tensor]:
+def images(folder: Path, device: torch.device, part: str) -> tuple[Tensor, Tensor]:
     """Return CIFAR-10's images, between -1 and 1, and labels."""
     data = load("cifar10", folder)
     assert isinstance(data, ImageDataset)
@@ -53,7 +53,7 @@ def images(folder: Path, device: str, part: str) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache
-def text(folder: Path, device: str, language: str, part: str) -> Tensor:
+def text(folder: Path, device: torch.device, language: str, part: str) -> Tensor:
     """Return the bytes of WikiText-2, or of Multi30k's German sentences."""
     is_train = part == "train"
     if language == "english":
@@ -66,7 +66,7 @@ def text(folder: Path, device: str, language: str, part: str) -> Tensor:
     return torch.frombuffer(bytearray(source.read(path)), dtype=torch.uint8).to(device)
 
 
-def batches(case: Case, folder: Path, device: str, part: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(case: Case, folder: Path, device: torch.device, part: str, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield random batches of a part, without end."""
     generator = torch.Generator().manual_seed(seed)
     if case.data == "images":

@@ -388,14 +388,18 @@ def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels for a GPU do not run on the CPU")
 @pytest.mark.usefixtures("_no_gpu_needed")
-def test_triton_works_without_triton_is_false(monkeypatch: pytest.MonkeyPatch):
+def test_triton_works_without_triton_is_false_and_warns(monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton")
     gpu = torch.device("cuda:0")
     assert not available.triton_works(torch.device("cpu"))
     assert available.triton_works(gpu)
     available.triton_works.cache_clear()
     monkeypatch.setitem(sys.modules, "nero.backends.triton.project_kernel", None)
-    assert not available.triton_works(gpu)
+    with pytest.warns(
+        UserWarning, match=r"Triton does not run on cuda:0 \(ModuleNotFoundError.*give backend='foreach'"
+    ):
+        assert not available.triton_works(gpu)
+    assert not available.triton_works(gpu)  # it warns once
 
 
 @pytest.mark.usefixtures("_no_gpu_needed")

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -169,14 +170,16 @@ def test_unsupported_tensor_raises_before_any_changes(sparse: bool):
 
 def test_triton_missing_raises_only_if_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(available, "is_installed", lambda _: False)
+    monkeypatch.setitem(sys.modules, "nero.backends.triton.project_kernel", None)
     available.triton_works.cache_clear()
     layer = nn.Linear(3, 2).to(DEVICE)
     with pytest.raises(ModuleNotFoundError, match=r"weight, needs triton \(pip install triton\).*backend='foreach'"):
         nero.Nero(layer, backend="triton")
-    optimiser = nero.Nero(layer)
-    for parameter in layer.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimiser.step()
+    with nullcontext() if INTERPRETED else pytest.warns(UserWarning, match="Triton does not run on cuda"):
+        optimiser = nero.Nero(layer)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimiser.step()
     assert not sweeps_of(optimiser)
     available.triton_works.cache_clear()
 
@@ -473,9 +476,15 @@ def test_auto_without_working_triton_uses_foreach(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("nero.backends.triton.project_kernel.project", None)
     available.triton_works.cache_clear()
     layer = nn.Linear(9, 4).cuda()
-    optimiser = nero.Nero(layer)
-    layer(torch.ones(2, 9, device="cuda")).sum().backward()
-    optimiser.step()
+
+    def trained() -> nero.Nero:
+        optimiser = nero.Nero(layer)
+        layer(torch.ones(2, 9, device="cuda")).sum().backward()
+        optimiser.step()
+        return optimiser
+
+    with pytest.warns(UserWarning, match="Triton does not run on cuda"):
+        optimiser = trained()
     assert not sweeps_of(optimiser)
     available.triton_works.cache_clear()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nero.messages import how_to_install
+from nero.messages import how_to_install, warn
 
 #: The dtypes that the Triton kernels read and write.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,8 +38,8 @@ def numba_works() -> bool:
 
 @cache
 def triton_works(device: torch.device) -> bool:
-    """Return whether Triton compiles and launches a kernel on a device."""
-    if device.type != "cuda" or not is_installed("triton"):
+    """Return whether Triton compiles and launches a kernel on a device; warn if a GPU has to do without."""
+    if device.type != "cuda":
         return False
     try:
         from nero.backends.triton.project_kernel import probe
@@ -48,7 +48,11 @@ def triton_works(device: torch.device) -> bool:
             probe(torch.zeros(1, 16, device=device))
     except torch.OutOfMemoryError:
         raise  # a full GPU says nothing about Triton
-    except Exception:  # no C compiler for the launcher, an unknown GPU, ...
+    except Exception as error:  # no Triton, no C compiler for its launcher, an unknown GPU, ...
+        warn(
+            f"Triton does not run on {device} ({error!r}), so steps are made by backend='foreach', several times "
+            "slower: install triton and a C compiler, or give backend='foreach'"
+        )
         return False
     return True
 

@@ -72,8 +72,9 @@ def balance_after_step(
     short = {each: mask for each, mask in grown_neurons(parts).items() if each in optimiser.state}
     if kept := [part.name for part in parts if part.parameter in short]:
         warn(
-            f"neurons of {and_more(kept)} are shorter than one, and other layers are balanced, so they are kept as "
-            "neurons that have grown from zero in an earlier run: if they have not, call nero.balance_(model) before"
+            f"neurons of {and_more(kept)} are shorter than one, and other layers are balanced, so they are kept "
+            "as neurons that have grown from zero in an earlier run: if they have not, first call nero.balance_ on "
+            "their layer"
         )
     radii = [initial_radius(part.parameter, part.role, fix_norm, short.get(part.parameter)) for part in parts]
     neurons = [

@@ -107,8 +107,8 @@ class Regrowth:
         if self._kept:
             warn(
                 f"neurons of {and_more(self._kept)} are shorter than one, and other layers are balanced, so they are "
-                "kept as neurons that have grown from zero under Nero: if they are new, call nero.balance_(model) "
-                "before you make the optimiser"
+                "kept as neurons that have grown from zero under Nero: if they are new, call nero.balance_ on "
+                "their layer before you make the optimiser"
             )
         if any(parameter._version == version for parameter, version in self._stretched):
             warn(

@@ -50,8 +50,8 @@ def triton_works(device: torch.device) -> bool:
         raise  # a full GPU says nothing about Triton
     except Exception as error:  # no Triton, no C compiler for its launcher, an unknown GPU, ...
         warn(
-            f"Triton does not run on {device} ({error!r}), so steps are made by backend='foreach', several times "
-            "slower: install triton and a C compiler, or give backend='foreach'"
+            f"Triton does not run on {device} ({error!r}), so Nero runs by torch operations there, several times "
+            "slower: install triton and a C compiler"
         )
         return False
     return True

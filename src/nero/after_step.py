@@ -10,6 +10,7 @@ from nero.balance import Balancer, neurons_of
 from nero.groups import Part
 from nero.messages import and_more, warn
 from nero.options import FixNorm, check_option
+from nero.pretrained import warn_if_balanced
 from nero.radius import initial_radius
 from nero.regrowth import grown_neurons
 
@@ -76,6 +77,11 @@ def balance_after_step(
             "as neurons that have grown from zero in an earlier run: if they have not, first call nero.balance_ on "
             "their layer"
         )
+    warn_if_balanced(
+        (part for part in parts if part.parameter not in short),
+        remedy="keep the weights with fix_norm='initial', fix_mean=False, or balance them without this warning by "
+        "nero.balance_(model) before",
+    )
     radii = [initial_radius(part.parameter, part.role, fix_norm, short.get(part.parameter)) for part in parts]
     neurons = [
         (part.parameter, part.role, 1.0 if radius is None else radius)
@@ -93,9 +99,10 @@ def balance_after_step(
 
 
 def unwrapped(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimiser inside of wrappers that hold it as ``optimizer``, as Accelerate's and Lightning's do."""
-    while isinstance(inner := getattr(optimiser, "optimizer", None), torch.optim.Optimizer):
-        optimiser = inner
+    """Return the optimiser inside of wrappers, such as Accelerate's and Lightning's, and SAM's ``base_optimizer``."""
+    for name in ("optimizer", "base_optimizer"):
+        if isinstance(inner := getattr(optimiser, name, None), torch.optim.Optimizer):
+            return unwrapped(inner)
     return optimiser
 
 

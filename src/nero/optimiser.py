@@ -34,12 +34,7 @@ from nero.options import (
     own_options,
     warn_if_unpenalised,
 )
-from nero.parameters import (
-    check_gradients,
-    check_trainable,
-    warn_if_idle,
-    warn_if_untrainable,
-)
+from nero.parameters import check_gradients, check_trainable, warn_if_idle, warn_if_untrainable
 from nero.pretrained import is_loaded_by_diffusers, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
 from nero.regrowth import Regrowth, add_missing_radii
@@ -273,7 +268,8 @@ class Nero(UnseenState):
             if self._is_fresh:
                 changed = read_again(self.parts(), self._state)
                 if self._pretrained is None:
-                    warn_if_balanced(changed, "new since nero.Nero balanced them", is_known=True, state=self._state)
+                    why = "new since nero.Nero balanced them (loaded, or clipped by max_norm)"
+                    warn_if_balanced(changed, why, is_known=True, state=self._state)
                 self._is_fresh = False
             groups = groups_of(self.param_groups, self._state, self._role)
             self._plan = backends.Plan(self.param_groups, self._state, groups, self._plan)

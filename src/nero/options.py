@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from torch import Tensor
 
 from nero.messages import FOREIGN_OPTIONS, warn
-from nero.scalars import IMMUTABLE, as_float
+from nero.scalars import IMMUTABLE, as_float, is_scalar_array
 
 Backend: TypeAlias = Literal["auto", "eager", "foreach", "numba", "triton"]
 FixNorm: TypeAlias = bool | Literal["initial"]
@@ -81,6 +81,7 @@ MISSING_IN_OLD_CHECKPOINTS = ("momentum", "nesterov", "longest_step", "depth")
 OTHER_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
     | {"lr_scale", "lr_mult"}
+    | {"rho", "adaptive"}  # of SAM, whose groups its base optimiser shares
 )
 
 
@@ -96,7 +97,8 @@ def make_plain(options: dict[str, Any]) -> None:
     """Replace numbers of other types, such as numpy's, by Python's: ``torch.load`` refuses others by default."""
     for name in NUMBERS:
         value = options.get(name)
-        if type(value) not in IMMUTABLE and isinstance(value, Real):
+        is_number = isinstance(value, Real) or (is_scalar_array(value) and not isinstance(value, Tensor))
+        if is_number and type(value) not in IMMUTABLE:
             options[name] = as_float(value)
 
 

@@ -28,6 +28,8 @@ def warn_if_balanced(
     parts: Iterable[Part],
     cause: str = "pretrained",
     *,
+    remedy: str = "keep the weights with nero.Nero(..., pretrained=True), or balance them without this warning with "
+    "pretrained=False",
     is_known: bool = False,
     state: Mapping[Tensor, dict[str, Any]] | None = None,
 ) -> None:
@@ -36,6 +38,7 @@ def warn_if_balanced(
     Args:
         parts: parameters that enter the optimiser.
         cause: what they are, for the message.
+        remedy: what to do instead, for the message.
         is_known: whether they are known to be that; otherwise marks and names tell.
         state: the state of parameters that have entered before, with the norms that neurons are held to.
     """
@@ -47,8 +50,7 @@ def warn_if_balanced(
         moved = [part.name for part in marked if relative_change([part], state) > MIN_CHANGE]
         warn(
             f"the values of {and_more(moved)} are {cause}, and balancing moves the weights by "
-            f"{change:.0%} of their norm, which changes what the model computes: keep the weights with "
-            "nero.Nero(..., pretrained=True), or balance them without this warning with pretrained=False"
+            f"{change:.0%} of their norm, which changes what the model computes: {remedy}"
         )
 
 

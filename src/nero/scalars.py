@@ -26,9 +26,14 @@ def as_int(name: str, value: Any, least: int | None = None, what: str = "") -> i
     return number
 
 
+def is_scalar_array(value: Any) -> bool:
+    """Return whether a value is an array without axes, such as ``numpy.array(0.01)``, or a tensor without axes."""
+    return getattr(value, "shape", None) == ()
+
+
 def as_float(value: Any) -> float:
     """Convert to a Python float; NaN if the value is not a real number."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if is_scalar_array(value) or (isinstance(value, Tensor) and value.numel() == 1):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan

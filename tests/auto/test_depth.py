@@ -241,16 +241,19 @@ def test_replaced_buffers_are_restored():
             self.layer = nn.Linear(8, 8)
             self.register_buffer("runs", torch.zeros(()))
             self.register_buffer("made", None)
+            self.register_buffer("bank", torch.zeros(0, 8))
 
         def forward(self, inputs):
             self.runs = self.runs + 1
             self.made = torch.ones(3)
+            self.bank.data = torch.cat([self.bank, inputs.detach()])  # as observers of quantisation grow
             return self.layer(inputs)
 
     model = Counting()
     assert nero.depth_of(model, X) == 1
     assert model.runs == 0
     assert model.made is None
+    assert model.bank.shape == (0, 8)
 
 
 class CustomKernel(torch.autograd.Function):
@@ -332,6 +335,24 @@ def test_gradient_taken_in_forward_is_traced():
         return energy, torch.autograd.grad(energy, places, create_graph=True)[0]
 
     assert nero.depth_of(CustomForward(force), X) == 2
+
+
+def test_function_transforms_in_forward_are_traced():
+    def force(self, places):
+        return torch.func.vmap(torch.func.grad(lambda place: self.head(2 * place).tanh().sum()))(places)
+
+    assert nero.depth_of(CustomForward(force), X[:, :2]) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # FlexAttention says that it should be compiled
+def test_higher_order_operators_are_traced():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attend(self, inputs):
+        heads = inputs[None, None]
+        return self.head(flex_attention(heads, heads, heads)[..., :2])
+
+    assert nero.depth_of(CustomForward(attend), X) == 1
 
 
 def test_complex_branches_count_by_their_shares():

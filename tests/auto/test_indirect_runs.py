@@ -101,18 +101,19 @@ def test_parts_run_without_closure_raise_and_name_the_model():
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-@pytest.mark.parametrize("how", ["torch.compile", "compile", "a part"])
+@pytest.mark.parametrize("how", ["torch.compile", "torch.compile of a model without a length", "compile", "a part"])
 def test_model_compiled_before_is_counted_uncompiled(how: str):
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
     backend, model = CompileCounter(), uniform_perceptron(3)
-    if how == "torch.compile":
-        model = torch.compile(model, backend=backend)
-    if how == "compile":
+    if how in ("compile", "torch.compile of a model without a length"):
         model = Trainee(network=model)  # dynamo skips the forward pass of torch's own modules
         model.forward = model.training_step
+    if how == "compile":
         model.compile(backend=backend)
+    if how.startswith("torch.compile"):
+        model = torch.compile(model, backend=backend)
     if how == "a part":
         model[0] = torch.compile(model[0], backend=backend)
     optimiser = nero.Nero(model, lr="auto")
@@ -140,14 +141,18 @@ def test_model_compiled_after_raises_and_names_the_cause(how: str):
         optimiser.step()
 
 
-def test_model_under_torch_func_raises_then_counts():
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_model_under_torch_func_raises_then_counts(is_mapped: bool):
     model = uniform_perceptron(3)
     optimiser = nero.Nero(model, lr="auto")
     parameters = dict(model.named_parameters())
     loss = lambda given: torch.func.functional_call(model, given, (X,)).sum()  # noqa: E731
-    for name, grad in torch.func.grad(loss)(parameters).items():
-        parameters[name].grad = grad
-    with pytest.raises(RuntimeError, match=r"torch\.func\.grad"):
+    if is_mapped:
+        torch.vmap(model)(X).sum().backward()
+    else:
+        for name, grad in torch.func.grad(loss)(parameters).items():
+            parameters[name].grad = grad
+    with pytest.raises(RuntimeError, match=r"within torch\.func or torch\.vmap"):
         optimiser.step()
     model(X)  # as the error says
     optimiser.step()

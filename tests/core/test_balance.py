@@ -172,6 +172,31 @@ def test_balance_after_step_of_a_wrapped_optimiser():
     assert nero.is_balanced(layer)
 
 
+@pytest.mark.parametrize("base", [nero.Nero, torch.optim.SGD])
+def test_sam_keeps_the_model_balanced(base: type[torch.optim.Optimizer]):
+    sam_of = pytest.importorskip("pytorch_optimizer").SAM
+    layer = nn.Linear(8, 4)
+    sam = sam_of(layer.parameters(), base, rho=0.05, lr=0.01)
+    if base is not nero.Nero:
+        nero.balance_after_step(sam, layer)
+    start = layer.weight.detach().clone()
+    for half in (sam.first_step, sam.second_step):
+        layer(torch.randn(3, 8)).square().sum().backward()
+        half(zero_grad=True)
+    assert nero.is_balanced(layer)
+    assert not torch.equal(layer.weight, start)
+
+
+def test_balance_after_step_of_a_pretrained_model_warns():
+    layer = nn.Linear(8, 4)
+    layer.weight._is_hf_initialized = True  # as from_pretrained of transformers does
+    optimiser = torch.optim.SGD(layer.parameters())
+    nero.balance_after_step(optimiser, layer, fix_norm="initial", fix_mean=False)
+    with pytest.warns(UserWarning, match=r"weight are pretrained.*fix_norm='initial', fix_mean=False"):
+        nero.balance_after_step(optimiser, layer)
+    nero.balance_after_step(optimiser, layer)  # it is balanced now
+
+
 def test_balance_after_step_not_at_once_waits():
     """The paper's baselines were not projected at initialisation."""
     layer = nn.Linear(6, 4)

@@ -313,6 +313,22 @@ def test_compiled_step_is_one_graph_for_any_lr(longest: float):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_step_takes_sparse_gradients():
+    torch._dynamo.reset()
+    tables = [nn.Embedding(10, 4, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    optimisers = [nero.Nero(table, lr=torch.tensor(0.1)) for table in tables]
+    steps = [optimisers[0].step, torch.compile(lambda: optimisers[1].step(), backend="eager")]
+    for seed in range(3):
+        rows = torch.randint(0, 10, (6,), generator=torch.Generator().manual_seed(seed))
+        for table, optimiser, step in zip(tables, optimisers, steps, strict=True):
+            optimiser.zero_grad()
+            (table(rows) * torch.arange(4.0)).sum().backward()
+            step()
+    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=1e-6)
+
+
 def test_groups_given_one_rate_tensor_get_their_own():
     rate, layers = torch.tensor(0.1), [nn.Linear(3, 2), nn.Linear(3, 2)]
     optimiser = nero.Nero([{"params": layer.parameters(), "lr": rate} for layer in layers])

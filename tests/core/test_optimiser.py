@@ -499,7 +499,7 @@ def test_numbers_of_other_types_that_are_set_later_are_replaced_by_pythons(backe
             optimiser.param_groups[0]["beta"] = value
             optimiser.step()
     assert all(torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True))
-    optimisers[0].param_groups[0]["lr"] = numpy.float64(0.5)  # a schedule after the last step
+    optimisers[0].param_groups[0]["lr"] = numpy.array(0.5)  # a schedule after the last step
     file = io.BytesIO()
     torch.save(optimisers[0].state_dict(), file)
     file.seek(0)

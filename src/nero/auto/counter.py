@@ -16,6 +16,7 @@ from nero.process import is_capturing, is_one_of_several
 from nero.sharding import agreed, is_sharded
 
 #: What to write if a model cannot count its depth when it first runs.
+_BY_NUMBER = "give lr as a number, or give depth=..."
 _BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
 
 
@@ -88,8 +89,9 @@ class DepthCounter:
     def _cause(self, waiting: list[dict[str, Any]]) -> str:
         """Say why groups still wait for their depth, and which line to write."""
         if self._reason:
-            by_hand = f": count it before you compile or shard the model, as in {_BY_HAND}"
-            return f" ({self._reason})" + (by_hand if "sharded model" in self._reason else "")
+            if "sharded model" in self._reason:
+                return f" ({self._reason}): count it before you compile or shard the model, as in {_BY_HAND}"
+            return f" ({self._reason})" + ("" if "give depth" in self._reason else f": {_BY_NUMBER}")
         hook = self._hook
         model = None if hook is None else hook.model()
         if hook is not None and model is None:
@@ -108,7 +110,7 @@ class DepthCounter:
             return f", since {name} ran compiled: run model(inputs) once before you compile it; or count by {_BY_HAND}"
         if hook.is_swapped:
             return (
-                f", since {name} ran with other tensors in the place of its parameters, as under torch.func.grad: run "
+                f", since {name} ran within torch.func or torch.vmap, or with other tensors as its parameters: run "
                 "model(inputs) once before the first step"
             )
         return (
@@ -209,11 +211,15 @@ class _CountOnce(MeasurementHook):
         if torch.compiler.is_compiling():
             self.is_compiled = True
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # within torch.vmap and others
+            self.is_swapped = True
+            return
         # ``named`` is missing if another hook removed this one while hooks were running
         if named is None or torch._C._is_tracing() or is_capturing() or not torch.is_grad_enabled():
             return
         counter = self._counter() if self._counter is not None else None
-        model = module if counter is None else self.model() or module
+        # no truth value of a model: its length may be undefined
+        model = module if counter is None or (whole := self.model()) is None else whole
         wanted = counter.wanted(model) if counter is not None else ()
         if counter is not None and wanted:
             parameters = list(module.parameters())  # FSDP2 may leave others in their place

@@ -9,7 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -137,15 +137,23 @@ def _traced_depth(
     sources.record_weights(model, neurons, buffers=_CONSTANT if buffers_are_inputs else _Weights(neurons=False))
     for tensor in tensors:
         sources.record(tensor, _Signal(0.0, tensor.requires_grad))
-    # the caller's hooks on saved tensors, such as activation checkpointing's, must not see this forward pass;
-    # detached, since a saved output would form a cycle with its graph that is never freed
-    no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-    with torch.enable_grad(), no_hooks, _tracer(sources):
+    with torch.enable_grad(), _without_saving_hooks(), _tracer(sources):
         outputs = model(*inputs, **named)
     sources.check()
     found = [sources.look_up(leaf) for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     # outputs may hide their tensors; then take the deepest tensor made
     return max((source.depth for source in found if isinstance(source, _Signal)), default=0.0) or sources.deepest
+
+
+def _without_saving_hooks() -> AbstractContextManager[Any]:
+    """Hide this forward pass from the caller's hooks on saved tensors, such as activation checkpointing's.
+
+    Hooks of our own replace them. They detach, since a saved output would form a cycle with its graph that is never
+    freed. Where there are none to replace, a model may use ``torch.func``, which allows no hooks.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 class _Sources:
@@ -219,13 +227,15 @@ def _tracer(sources: _Sources, skips_backward: bool = False) -> Any:
     from torch.utils._pytree import tree_leaves
 
     class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        supports_higher_order_operators = True  # such as FlexAttention
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             is_backward = torch._C._current_graph_task_id() != -1
             if sources.error is not None or (skips_backward and is_backward):
                 return func(*args, **(kwargs or {}))
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             # before the operation, which may work in place
-            name = func.overloadpacket.__name__
+            name = getattr(func, "overloadpacket", func).__name__
             try:
                 source = _source_of_result(name, given, [sources.look_up(tensor) for tensor in given], kwargs or {})
             except ValueError as error:  # the run itself goes on

@@ -1,6 +1,7 @@
 """The rule, tensor by tensor."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,11 @@ def step(jobs: Sequence[Job], settings: Settings) -> None:
 def finish(job: Job, settings: Settings) -> None:
     """Apply the rule to a job whose step is already counted, and write the result."""
     if job.grad.layout is torch.sparse_coo:
-        _finish_sparse(job, settings)
+        # torch.compile cannot follow sparse tensors; where it is not imported, importing it would take a second
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.disable(_finish_sparse)(job, settings)  # type: ignore[no-untyped-call]
+        else:
+            _finish_sparse(job, settings)
         return
     update = apply_rule(job, settings)
     job.parameter.copy_(rounded(update.parameter, job.parameter.dtype, settings.rounding, settings.generator))

@@ -100,7 +100,7 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
                 module._buffers[name] = buffer
         for buffer, value, version in saved:
             if _is_dense(buffer) and buffer.shape != value.shape:
-                buffer.data = value
+                buffer.data = value  # no copy fits a buffer that has grown
             elif _is_dense(buffer) and not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # .data, so that a pending backward pass does not fail
             elif not _is_dense(buffer) and buffer._version != version:

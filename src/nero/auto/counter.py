@@ -16,7 +16,6 @@ from nero.process import is_capturing, is_one_of_several
 from nero.sharding import agreed, is_sharded
 
 #: What to write if a model cannot count its depth when it first runs.
-_BY_NUMBER = "give lr as a number, or give depth=..."
 _BY_HAND = "nero.Nero(model, lr=0.1, longest_step=3, depth=nero.depth_of(nero.balance_(model), inputs))"
 
 
@@ -91,7 +90,9 @@ class DepthCounter:
         if self._reason:
             if "sharded model" in self._reason:
                 return f" ({self._reason}): count it before you compile or shard the model, as in {_BY_HAND}"
-            return f" ({self._reason})" + ("" if "give depth" in self._reason else f": {_BY_NUMBER}")
+            from nero.auto.depth import REMEDY  # the reason came from there
+
+            return f" ({self._reason})" + ("" if REMEDY in self._reason else f": {REMEDY}")
         hook = self._hook
         model = None if hook is None else hook.model()
         if hook is not None and model is None:
@@ -218,8 +219,9 @@ class _CountOnce(MeasurementHook):
         if named is None or torch._C._is_tracing() or is_capturing() or not torch.is_grad_enabled():
             return
         counter = self._counter() if self._counter is not None else None
-        # no truth value of a model: its length may be undefined
-        model = module if counter is None or (whole := self.model()) is None else whole
+        model = None if counter is None else self.model()
+        if model is None:  # not by its truth value: a model's length may be undefined
+            model = module
         wanted = counter.wanted(model) if counter is not None else ()
         if counter is not None and wanted:
             parameters = list(module.parameters())  # FSDP2 may leave others in their place

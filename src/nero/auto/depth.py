@@ -23,7 +23,7 @@ from nero.sharding import whole
 #: (docs/guide/auto.md).
 TRUST = 0.1
 LONGEST_STEP = 3.0
-_REMEDY = "give lr as a number, or give depth=..."
+REMEDY = "give lr as a number, or give depth=..."
 #: Operations that add two branches.
 _SUMS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
 #: Operations that put tensors side by side, such as a learned token and words: weights are then a branch of depth one.
@@ -106,7 +106,7 @@ def run_and_count(run: Callable[[], Any], model: nn.Module, trained: Container[i
 
 def _found(depth: float) -> float:
     if not depth:
-        raise ValueError(f"no trained layer was found between the inputs and the outputs of the model: {_REMEDY}")
+        raise ValueError(f"no trained layer was found between the inputs and the outputs of the model: {REMEDY}")
     return depth
 
 
@@ -115,7 +115,7 @@ def _trained_neurons(model: nn.Module, trained: Container[int] | None) -> set[st
     if any(each.is_meta for each in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "the model is on the meta device, but its depth depends on its values: allocate it (module.to_empty) and "
-            f"initialise it first, or {_REMEDY}"
+            f"initialise it first, or {REMEDY}"
         )
     return {
         name
@@ -132,7 +132,7 @@ def _traced_depth(
     inputs, named = copy_inputs((inputs, named))
     tensors = [leaf for leaf in tree_leaves((inputs, named)) if isinstance(leaf, Tensor)]
     if tensors and not any(tensor.numel() for tensor in tensors):
-        raise ValueError(f"the inputs are empty, so added branches have no shares: give a batch, or {_REMEDY}")
+        raise ValueError(f"the inputs are empty, so added branches have no shares: give a batch, or {REMEDY}")
     sources = _Sources()
     sources.record_weights(model, neurons, buffers=_CONSTANT if buffers_are_inputs else _Weights(neurons=False))
     for tensor in tensors:
@@ -207,7 +207,7 @@ class _Sources:
         if tensor.requires_grad and isinstance(source, _Signal) and not source.trained:
             raise ValueError(
                 f"a tensor of shape {tuple(tensor.shape)} comes from an operation that cannot be traced (a compiled or "
-                f"sharded model, a custom kernel), so the depth is unknown: {_REMEDY}"
+                f"sharded model, a custom kernel), so the depth is unknown: {REMEDY}"
             )
         return source
 
@@ -278,7 +278,7 @@ def _depth_of_sum(name: str, branches: list[Tensor], depths: list[float], option
     total = sum(squares)
     if math.isnan(total):
         raise ValueError(
-            f"added branches hold NaN, so their shares and the depth are unknown: run other inputs, or {_REMEDY}"
+            f"added branches hold NaN, so their shares and the depth are unknown: run other inputs, or {REMEDY}"
         )
     if not total or math.isinf(total):  # masked by -inf, for instance: there are no shares
         return max(depths)

@@ -64,7 +64,8 @@ def balance_after_step(
         raise TypeError(f"balance_after_step needs a torch.optim.Optimizer first, then the model; got {kind} first")
     options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
     parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
-    if not _params_of(optimiser) & {id(parameter) for parameter in model.parameters()}:
+    trained = _params_of(optimiser)
+    if trained.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
             "after the model is copied, cast or sharded"
@@ -77,8 +78,9 @@ def balance_after_step(
             "as neurons that have grown from zero in an earlier run: if they have not, first call nero.balance_ on "
             "their layer"
         )
+    entering = (part for part in parts if id(part.parameter) in trained and part.parameter.requires_grad)
     warn_if_balanced(
-        (part for part in parts if part.parameter not in short),
+        (part for part in entering if part.parameter not in short),
         remedy="keep the weights with fix_norm='initial', fix_mean=False, or balance them without this warning by "
         "nero.balance_(model) before",
     )

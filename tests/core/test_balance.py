@@ -197,6 +197,14 @@ def test_balance_after_step_of_a_pretrained_model_warns():
     nero.balance_after_step(optimiser, layer)  # it is balanced now
 
 
+def test_balance_after_step_of_another_part_does_not_warn_of_a_pretrained_one():
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    model[0].weight._is_hf_initialized = True
+    before = model[0].weight.detach().clone()
+    nero.balance_after_step(torch.optim.SGD(model[1].parameters()), model)
+    assert torch.equal(model[0].weight, before)
+
+
 def test_balance_after_step_not_at_once_waits():
     """The paper's baselines were not projected at initialisation."""
     layer = nn.Linear(6, 4)

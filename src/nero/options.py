@@ -98,7 +98,7 @@ def make_plain(options: dict[str, Any]) -> None:
     for name in NUMBERS:
         value = options.get(name)
         is_number = isinstance(value, Real) or (is_scalar_array(value) and not isinstance(value, Tensor))
-        if is_number and type(value) not in IMMUTABLE:
+        if is_number and type(value) not in IMMUTABLE and not math.isnan(as_float(value)):
             options[name] = as_float(value)
 
 

@@ -99,8 +99,8 @@ def _restored_buffers(model: nn.Module) -> Iterator[None]:
             for name, buffer in own.items():
                 module._buffers[name] = buffer
         for buffer, value, version in saved:
-            if _is_dense(buffer) and buffer.shape != value.shape:
-                buffer.data = value  # no copy fits a buffer that has grown
+            if _is_dense(buffer) and (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
+                buffer.data = value  # a copy would not fit
             elif _is_dense(buffer) and not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # .data, so that a pending backward pass does not fail
             elif not _is_dense(buffer) and buffer._version != version:

@@ -28,7 +28,7 @@ def as_int(name: str, value: Any, least: int | None = None, what: str = "") -> i
 
 def is_scalar_array(value: Any) -> bool:
     """Return whether a value is an array without axes, such as ``numpy.array(0.01)``, or a tensor without axes."""
-    return getattr(value, "shape", None) == ()
+    return getattr(value, "shape", None) == () and hasattr(value, "item")
 
 
 def as_float(value: Any) -> float:

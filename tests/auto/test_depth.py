@@ -242,11 +242,13 @@ def test_replaced_buffers_are_restored():
             self.register_buffer("runs", torch.zeros(()))
             self.register_buffer("made", None)
             self.register_buffer("bank", torch.zeros(0, 8))
+            self.register_buffer("mean", torch.zeros(8))
 
         def forward(self, inputs):
             self.runs = self.runs + 1
             self.made = torch.ones(3)
             self.bank.data = torch.cat([self.bank, inputs.detach()])  # as observers of quantisation grow
+            self.mean.data = self.mean.double() + 1
             return self.layer(inputs)
 
     model = Counting()
@@ -254,6 +256,8 @@ def test_replaced_buffers_are_restored():
     assert model.runs == 0
     assert model.made is None
     assert model.bank.shape == (0, 8)
+    assert torch.equal(model.mean, torch.zeros(8))
+    assert model.mean.dtype == torch.float32
 
 
 class CustomKernel(torch.autograd.Function):
@@ -353,6 +357,14 @@ def test_higher_order_operators_are_traced():
         return self.head(flex_attention(heads, heads, heads)[..., :2])
 
     assert nero.depth_of(CustomForward(attend), X) == 1
+
+
+def test_branch_that_may_hide_layers_raises():
+    def chosen(self, inputs):
+        return torch.cond(inputs.sum() > 0, lambda inputs: self.head(inputs), lambda inputs: 2 * inputs, (inputs,))
+
+    with pytest.raises(ValueError, match=r"cond may hold layers that cannot be seen.*give depth"):
+        nero.depth_of(CustomForward(chosen), X)
 
 
 def test_complex_branches_count_by_their_shares():

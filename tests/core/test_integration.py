@@ -1,4 +1,4 @@
-"""Schedulers, GradScaler, sparse gradients, sharding, autocast and torch.compile."""
+"""Schedulers, GradScaler, sparse gradients, sharding, SAM, autocast and torch.compile."""
 
 import copy
 import math
@@ -327,6 +327,21 @@ def test_compiled_step_takes_sparse_gradients():
             (table(rows) * torch.arange(4.0)).sum().backward()
             step()
     torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", [nero.Nero, torch.optim.SGD])
+def test_sam_keeps_the_model_balanced(base: type[torch.optim.Optimizer]):
+    sam_of = pytest.importorskip("pytorch_optimizer").SAM
+    layer = nn.Linear(8, 4)
+    sam = sam_of(layer.parameters(), base, rho=0.05, lr=0.01)
+    if base is not nero.Nero:
+        nero.balance_after_step(sam, layer)
+    start = layer.weight.detach().clone()
+    for half in (sam.first_step, sam.second_step):
+        layer(torch.randn(3, 8)).square().sum().backward()
+        half(zero_grad=True)
+    assert nero.is_balanced(layer)
+    assert not torch.equal(layer.weight, start)
 
 
 def test_groups_given_one_rate_tensor_get_their_own():

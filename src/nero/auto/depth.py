@@ -227,7 +227,7 @@ def _tracer(sources: _Sources, skips_backward: bool = False) -> Any:
     from torch.utils._pytree import tree_leaves
 
     class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        supports_higher_order_operators = True  # such as FlexAttention
+        supports_higher_order_operators = True
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             is_backward = torch._C._current_graph_task_id() != -1
@@ -237,6 +237,8 @@ def _tracer(sources: _Sources, skips_backward: bool = False) -> Any:
             # before the operation, which may work in place
             name = getattr(func, "overloadpacket", func).__name__
             try:
+                if not hasattr(func, "overloadpacket") and not name.startswith("flex_attention"):
+                    raise ValueError(f"{name} may hold layers that cannot be seen: {REMEDY}")
                 source = _source_of_result(name, given, [sources.look_up(tensor) for tensor in given], kwargs or {})
             except ValueError as error:  # the run itself goes on
                 sources.error = error

@@ -108,6 +108,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Undo that, or Triton reports its objects as leaks when the process ends."""
+    gc.unfreeze()
+
+
 def _can_run(item: pytest.Item) -> bool:
     given = _given(item)
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

@@ -22,13 +22,15 @@ from nero_lab.data import Dataset, Game, load_once
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.progress import duration, last_metrics
 from nero_lab.protocol import Settings, Task
-from nero_lab.store import Store, StoreError
+from nero_lab.store import BusyError, Store, StoreError
 from nero_lab.sweep import RunObserver, deferred_interrupts, train
 from nero_lab.tasks import task_named
 
 #: Finds the task of a run and its data, on a device. Workers import it, so it is a function of a module.
 Find: TypeAlias = Callable[[Settings, Path | None, torch.device], tuple[Task, Dataset | Game]]
 
+#: Answer for a run that another command makes.
+BUSY = "another command makes it"
 #: Time between two looks at the clock and at interrupts.
 POLL_EVERY_S = 0.5
 #: Time between two lines about the runs under way.
@@ -56,6 +58,8 @@ def train_in_processes(
     find: Find = find,
 ) -> int:
     """Train runs, each in one of several processes. A run that fails does not stop the others.
+
+    Runs that another command makes are left to it.
 
     Args:
         runs: the runs, in the order in which they start.
@@ -109,7 +113,9 @@ def train_in_processes(
                     result, fault, dead = None, "", runs[place].task
                 else:
                     idle.append(pipe)
-                if fault:
+                if fault == BUSY:
+                    report.left(place)
+                elif fault:
                     report.failed(place, fault)
                 else:
                     report.ended(place, result)
@@ -181,6 +187,12 @@ class _Report:
         self.failures += 1
         self.work[place] = 0.0
         self.say(f"{_name(self.runs[place])} failed: {fault}")
+
+    def left(self, place: int) -> None:
+        """Say that a run is left to another command."""
+        self.active.remove(place)
+        self.work[place] = 0.0
+        self.say(f"{_name(self.runs[place])}: {BUSY}")
 
     def look(self) -> None:
         """Say how far the runs are, once in a while."""
@@ -285,6 +297,8 @@ def _work(pipe: Connection, *arguments: Any) -> None:
             place, settings = pipe.recv()
             try:
                 answer = _train(worker, place, settings), ""
+            except BusyError:
+                answer = None, BUSY
             except Exception as error:
                 answer = None, repr(error)
             pipe.send(answer)

@@ -1,15 +1,17 @@
 """Files of a run: a checkpoint while it trains, and one JSON record when it is done.
 
-``TASK/RUN.json`` holds the record of one run, ``runs.jsonl`` those of many, one a line.
+``TASK/RUN.json`` holds the record of one run, ``runs.jsonl`` those of many, one a line. ``TASK/RUN.lock`` exists while
+a process makes a run.
 """
 
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cached_property
@@ -24,6 +26,9 @@ from nero_lab.loops.training import Training, copy_to_cpu
 from nero_lab.protocol import Settings, Task
 from nero_lab.provenance import commit, device_name, versions
 
+if sys.platform != "win32":
+    import fcntl
+
 #: Age at which a partly written file counts as abandoned.
 STALE_AFTER_S = 3600.0
 #: Remedy for a checkpoint that cannot be used.
@@ -37,6 +42,10 @@ FIELDS = {"task": str, "optimiser": str, "lr": int | float, "seed": int, "epochs
 
 class StoreError(RuntimeError):
     """A folder or file that cannot be used; the message says what to do."""
+
+
+class BusyError(StoreError):
+    """A run that another process makes."""
 
 
 class Store:
@@ -112,6 +121,18 @@ class Store:
         if self.weights and not self.path(task, settings, ".pt").exists():
             raise StoreError(f"{where} is the record of a run without saved weights: {remedy} to train again")
         return record
+
+    @contextmanager
+    def claim(self, task: Task, runs: Iterable[Settings]) -> Iterator[None]:
+        """Keep other processes from these runs, until the end of the block or of this process.
+
+        Raises:
+            BusyError: if another process makes one of the runs.
+        """
+        with ExitStack() as stack:
+            for settings in runs:
+                stack.enter_context(self._lock(self.path(task, settings, ".lock")))
+            yield
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
         """Return the state of an unfinished run, or None for a new run. Notes the commit that trains from here on."""
@@ -208,6 +229,9 @@ class Store:
         for path in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*{atomic.PART_SUFFIX}")):
             path.unlink(missing_ok=True)
 
+    def _lock(self, path: Path) -> AbstractContextManager[None]:
+        return _locked(path)
+
     def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
         write_atomically(path, write)
 
@@ -227,8 +251,44 @@ class ReadOnlyStore(Store):
     def discard(self, task: Task, settings: Settings) -> None:
         """Do nothing."""
 
+    def _lock(self, _: Path) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
         """Do nothing."""
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which exists during the block. Do nothing on a system without such locks."""
+    if sys.platform == "win32":
+        yield
+        return
+    is_held = False
+    while not is_held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("ab")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder by --out") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            hint = "wait until it is done, or choose another folder by --out"
+            raise BusyError(f"another process makes {path.with_suffix('')}: {hint}") from None
+        except OSError:
+            pass  # a file system without locks
+        with suppress(FileNotFoundError):
+            is_held = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        if not is_held:
+            file.close()  # the process that held the lock has just removed this file
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()
+        file.close()
 
 
 def misfit(checkpoint: Path, what: str) -> StoreError:

@@ -68,9 +68,24 @@ def train(
         more: more runs follow after these, so that an interrupt also counts when these are all done.
 
     Raises:
+        BusyError: if another process makes one of the runs.
         KeyboardInterrupt: interrupted, with the number of the signal.
     """
     runs = list(dict.fromkeys(runs))
+    with store.claim(task, [settings for settings in runs if store.record(task, settings) is None]):
+        return _train(task, runs, data, store, observer, side_by_side, more)
+
+
+def _train(
+    task: Task,
+    runs: Sequence[Settings],
+    data: Dataset | Game,
+    store: Store,
+    observer: RunObserver,
+    side_by_side: int,
+    more: bool,
+) -> list[dict[str, Any]]:
+    """Train all runs that are not done, which no other process makes."""
     done = find_done(task, runs, data.device, store, observer)
     waiting = deque(settings for settings in runs if settings not in done)
     runner = _Runner(task, data, store, observer)

@@ -1,6 +1,7 @@
 """The store: records, checkpoints and weights of runs, their provenance, atomic writes, and unusable files."""
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -17,7 +18,16 @@ from nero_lab import atomic, provenance
 from nero_lab.loops import adversarial
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender
-from nero_lab.store import Store, StoreError, pack_records, read_json_lines, read_records, write_atomically
+from nero_lab.store import (
+    BusyError,
+    ReadOnlyStore,
+    Store,
+    StoreError,
+    pack_records,
+    read_json_lines,
+    read_records,
+    write_atomically,
+)
 from nero_lab.sweep import train
 
 
@@ -36,6 +46,49 @@ def test_checkpoint_holds_no_code_and_damage_is_reported(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StoreError, match=r"cannot be read .*: delete it to start this run again"):
         store.begin(FAST, settings, CPU)
+
+
+def test_claimed_run_is_refused_to_others_until_the_end(tmp_path):
+    """Locks belong to open files, so a second store is like a second process."""
+    store, other, (first, second) = Store(tmp_path), Store(tmp_path), (FAST.settings(name) for name in ("nero", "adam"))
+    with store.claim(FAST, [first]):
+        with other.claim(FAST, [second]), ReadOnlyStore(tmp_path).claim(FAST, [first]):
+            pass
+        with pytest.raises(BusyError, match=r"another process makes .*/tiny/nero-lr0\.01-seed0: wait until it is done"):
+            other.claim(FAST, [second, first]).__enter__()
+        with Store(tmp_path / "elsewhere").claim(FAST, [first]):
+            pass
+    with other.claim(FAST, [second, first]):
+        assert sorted(path.suffix for path in tmp_path.rglob("*-*")) == [".lock", ".lock"]
+    assert not list(tmp_path.rglob("*-*"))
+
+
+def test_lock_whose_file_was_just_removed_is_taken_anew(tmp_path, monkeypatch):
+    store, settings, lock, calls = Store(tmp_path), FAST.settings("nero"), fcntl.flock, []
+
+    def flock(file, how):
+        calls.append(how)
+        if len(calls) == 1:
+            store.path(FAST, settings, ".lock").unlink()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with store.claim(FAST, [settings]):
+        assert len(calls) == 2
+        with pytest.raises(BusyError):
+            Store(tmp_path).claim(FAST, [settings]).__enter__()
+
+
+def test_claim_needs_no_locks_but_a_folder(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Store(tmp_path).claim(FAST, [FAST.settings("nero")]):
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"cannot write .*\.lock: Not a directory; choose another folder by --out"):
+        Store(tmp_path / "file").claim(FAST, [FAST.settings("nero")]).__enter__()
 
 
 @pytest.mark.parametrize(

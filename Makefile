@@ -23,6 +23,9 @@ TORCH_oldest ?= 2.8.0
 PYTHON_newest ?= $(PYTHON)
 TORCH_newest ?= 2.15.0
 
+# the tests start about a hundred processes, and each would compile all modules again
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test coverage test-models test-versions test-oldest test-newest format bench docs docs-serve paper figures clean
 
 demo: .venv/demo

@@ -28,7 +28,7 @@ hypothesis.settings.register_profile(
     "nero",
     derandomize=True,  # the same examples in every run
     deadline=None,
-    max_examples=50,
+    max_examples=30,
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("nero")

@@ -50,7 +50,7 @@ class Seconds(NamedTuple):
         gpu: on an NVIDIA H200 in float32.
         tf32: on an NVIDIA H200 in tf32.
         cpu: on two cores of a Neoverse-N1, in float32.
-        bf16: on an NVIDIA H200 in bf16.
+        bf16: on an NVIDIA H200 in bf16; the median of the runs on record that were made one at a time.
     """
 
     gpu: float | None = None

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import statistics
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,13 @@ def shrink(task, contender, data):
         model = partial(own.model or task.model, len(data.vocabulary), width=16, hidden=16, layers=2)
         return replace(task, contenders={contender: replace(own, model=model)})
     return task
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.study == "today"])
+def test_seconds_of_today_are_the_median_of_records(name):
+    records = read_records(Path(__file__).parents[2] / "results/today")
+    alone = [record["seconds"] for record in records if record["task"] == name and record["side_by_side"] == 1]
+    assert TASKS[name].seconds.bf16 == round(statistics.median(alone))
 
 
 @pytest.mark.parametrize(("name", "contender"), [(task.name, name) for task in SUPERVISED for name in task.contenders])

@@ -48,5 +48,5 @@ task = Task(
     seeds=50,
     verdict=multi_crop_accuracy,
     loop=SpeedRun,
-    seconds=Seconds(),
+    seconds=Seconds(bf16=22),
 )

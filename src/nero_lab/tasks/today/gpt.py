@@ -55,9 +55,16 @@ def bits_per_byte(model: nn.Module, data: Dataset) -> dict[str, float]:
 
 
 def language_model(
-    name: str, title: str, depth: int, width: int, intervals: int, contenders: Mapping[str, Contender], seeds: int = 3
+    name: str,
+    title: str,
+    depth: int,
+    width: int,
+    intervals: int,
+    contenders: Mapping[str, Contender],
+    seconds: float,
+    seeds: int = 3,
 ) -> Task:
-    """Return the task of a GPT of the given depth and width."""
+    """Return the task of a GPT of the given depth and width, and how many seconds a run takes in bf16."""
     return Task(
         name=name,
         study="today",
@@ -71,7 +78,7 @@ def language_model(
         batch=BATCH,
         schedule=warm_up_then_linear(WARM_UP_SHARE, intervals),
         metric="valid_loss",
-        seconds=Seconds(),
+        seconds=Seconds(bf16=seconds),
         verdict=bits_per_byte,
         seeds=seeds,
         precision="bf16",
@@ -79,18 +86,18 @@ def language_model(
     )
 
 
-def _of_series(name: str, depth: int, width: int) -> Task:
+def _of_series(name: str, depth: int, width: int, seconds: float) -> Task:
     title = f"Does the best rate change with the size? Depth {depth}, width {width}"
     contenders = {each: around(each, SERIES_RATES) for each in SERIES}
-    return language_model(name, title, depth, width, SERIES_INTERVALS, contenders, seeds=1)
+    return language_model(name, title, depth, width, SERIES_INTERVALS, contenders, seconds, seeds=1)
 
 
 _OF_LARGE = {each: around(each, LARGE_RATES) for each in LARGE}
 
 TASKS: tuple[Task, ...] = (
-    language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, CONTENDERS),
-    language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, LARGE_INTERVALS, _OF_LARGE),
-    language_model("gpt-variants", "Which parts of our contenders matter?", 6, 384, INTERVALS, VARIANTS, seeds=1),
-    *(_of_series(f"gpt-w{width}", 4, width) for width in (256, 512, 1024)),
-    *(_of_series(f"gpt-d{depth}", depth, 256) for depth in (8, 16)),
+    language_model("gpt", "Which optimiser trains a small GPT best?", 6, 384, INTERVALS, CONTENDERS, 61),
+    language_model("gpt-large", "Which optimiser trains a larger GPT best?", 8, 640, LARGE_INTERVALS, _OF_LARGE, 219),
+    language_model("gpt-variants", "Which parts of our contenders matter?", 6, 384, INTERVALS, VARIANTS, 88, seeds=1),
+    *(_of_series(f"gpt-w{width}", 4, width, seconds) for width, seconds in ((256, 61), (512, 66), (1024, 68))),
+    *(_of_series(f"gpt-d{depth}", depth, 256, seconds) for depth, seconds in ((8, 43), (16, 86))),
 )

@@ -39,5 +39,5 @@ task = Task(
     smoothing=0.1,
     precision="bf16",
     is_compiled=True,
-    seconds=Seconds(),
+    seconds=Seconds(bf16=51),
 )

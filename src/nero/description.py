@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nero.groups import Part
 from nero.options import check_option
 from nero.parameters import COMPLEX
 from nero.radius import balance_change, initial_radius, wide_neurons
+from nero.regrowth import grown_neurons
 from nero.role import Override, Role
 from nero.roles import as_override, roles_of
 from nero.rule import norm, project, statistics_dtype
@@ -174,11 +176,16 @@ def describe(
           biases have no fan-in  bias
     """
     check_option("momentum", momentum)
-    roles, named = roles_of(model, overrides), model.named_parameters()
-    return Description(tuple(_row(name, parameter, roles[name], bool(momentum)) for name, parameter in named))
+    roles, named = roles_of(model, overrides), dict(model.named_parameters())
+    group = {"fix_mean": True, "fix_norm": True}
+    trained = [Part(name, each, roles[name], group) for name, each in named.items() if each.requires_grad]
+    grown = grown_neurons(part for part in trained if not part.parameter.is_complex())
+    return Description(
+        tuple(_row(name, each, roles[name], bool(momentum), grown.get(each)) for name, each in named.items())
+    )
 
 
-def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool) -> Row:
+def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool, grown: Tensor | None) -> Row:
     number_bytes = statistics_dtype(parameter.dtype).itemsize
     is_neuron = role.kind == "neuron"
     fan_in = role.fan_in(parameter.shape)
@@ -190,22 +197,23 @@ def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool) -> Row:
     numbers = parameter.numel()
     if is_neuron:
         is_readable = not (parameter.is_meta or parameter.is_complex()) and numbers
-        has_radius = is_readable and initial_radius(parameter, role, True) is not None  # some neurons are zero
+        has_radius = is_readable and initial_radius(parameter, role, True, grown) is not None  # some neurons are zero
         numbers = 2 * neurons if has_radius else neurons
     buffer_bytes = parameter.numel() * parameter.element_size() if has_momentum else 0
     state_bytes = fixed + number_bytes * numbers + buffer_bytes
     adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
-    unbalanced, squares = _why_unbalanced(parameter, role, fan_in), _change_and_norm(parameter, role)
+    unbalanced, squares = _why_unbalanced(parameter, role, fan_in), _change_and_norm(parameter, role, grown)
     return Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced, *squares)
 
 
-def _change_and_norm(parameter: Tensor, role: Role) -> tuple[float, float]:
-    """Return how far balancing moves the neurons that it can, and their norm, both squared."""
+def _change_and_norm(parameter: Tensor, role: Role, grown: Tensor | None) -> tuple[float, float]:
+    """Return how far balancing moves the neurons that it can, and their norm, both squared. Grown neurons stay."""
     if role.kind != "neuron" or parameter.is_complex() or not parameter.numel():
         return 0.0, 0.0
     if parameter.is_meta:
         return math.nan, math.nan
-    change, size = balance_change(parameter, role)
+    radius = None if grown is None else initial_radius(parameter, role, True, grown)
+    change, size = balance_change(parameter, role, radius=radius)
     return change**2, size**2
 
 

@@ -38,11 +38,13 @@ BY_LAYER: tuple[tuple[str, str], ...] = (
 )
 
 #: Parts of the names of PEFT's parameters that start at zero or as copies, and are trained where they are neither.
-ADAPTERS = ("lora_B", "lora_embedding_B", "modules_to_save", "trainable_tokens_delta")
+ADAPTERS = ("lora_B", "lora_embedding_A", "modules_to_save", "trainable_tokens_delta")
 
 #: Rules by the parameter's name in a layer that is not known; the first match with the right number of axes counts.
 BY_NAME: tuple[tuple[str, str], ...] = (
     (r"(?:\w+_)?bias(?:es)?(?:_\w+)?|rpb|beta|shift|offset|translate", "bias"),
+    (r"lora_embedding_A", "io"),  # PEFT's (rank, words): a neuron is a word
+    (r"lora_embedding_B", "oi"),
     (r"A_logs?|time_(?:mix|first|faaaa|maa|decay)\w*(?<!_w[12])", "bias"),  # Mamba, RWKV
     (r"time_(?:maa|decay)_w[12]", "io"),
     (r"time_maa_w2", "oio"),

@@ -184,7 +184,7 @@ def _role_in_layer(module: nn.Module, attribute: str, name: str, shape: tuple[in
     if known is not None:
         return replace(known, why=f"{layer}.{name}").on(shape)
     layers = tuple(base.__name__ for base in type(module).__mro__)
-    if isinstance(module, nn.ParameterList) or attribute.startswith("vera_lambda_"):
+    if isinstance(module, nn.ParameterList) or attribute.startswith(("vera_lambda_", "lora_embedding_")):
         name = attribute  # its own names are numbers, or those of PEFT's adapters
     rule, is_by_name = known_layers.rule_of(layers, name, len(shape)) or ("", False)
     if known_layers.is_norm(layers) and rule in ("", "gain"):

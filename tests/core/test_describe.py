@@ -299,6 +299,21 @@ def test_balancing_change_is_what_the_optimiser_does():
     assert "pretrained" not in str(nero.describe(model))
 
 
+def test_neurons_that_grew_from_zero_will_not_move():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 5), nn.Linear(5, 7))
+    nn.init.zeros_(model[1].weight)
+    optimiser = nero.Nero(model)
+    model(torch.randn(4, 9)).sum().backward()
+    optimiser.step()
+    assert model[1].weight.norm() < 0.1
+    description = nero.describe(model)
+    assert description.balancing_change < 1e-6
+    assert description.rows[2].state_bytes == description.rows[0].state_bytes + 4 * (2 * 7 - 5)
+    model[0].weight.data.mul_(2)  # now it may be any model
+    assert nero.describe(model).balancing_change > 0.1
+
+
 def test_large_balancing_change_names_the_option():
     assert "pretrained=True" in str(nero.describe(with_weight(nn.Linear(4, 3), 10 * torch.eye(3, 4))))
     assert math.isnan(nero.describe(nn.LayerNorm(4)).balancing_change)

@@ -466,6 +466,15 @@ def test_scales_of_peft_are_no_neurons():
     assert roles_of(factors) == {"vera_lambda_b.default": GAIN}
 
 
+def test_adapter_of_an_embedding_has_a_neuron_per_word():
+    shapes = {"lora_embedding_A": (3, 100), "lora_embedding_B": (8, 3)}
+    adapters = {name: nn.ParameterDict({"default": torch.zeros(shape)}) for name, shape in shapes.items()}
+    assert roles_of(nn.ModuleDict(adapters)) == {
+        "lora_embedding_A.default": neuron(0),
+        "lora_embedding_B.default": ROWS,
+    }
+
+
 @pytest.mark.parametrize("name", ["gamma", "pos_embed", "logit_scale", "bias", "text_projection"])
 def test_name_does_not_override_a_layer_of_torch(name):
     model = nn.ModuleDict({name: nn.Linear(4, 3)})

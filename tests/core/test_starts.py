@@ -432,6 +432,22 @@ def test_random_factors_of_adalora_are_not_taken_for_pretrained():
         nero.Nero(trained)
 
 
+def test_adapter_of_an_embedding_grows_word_by_word():
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Embedding(10, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["0"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimiser = nero.Nero(model, lr=0.1)
+    model(torch.tensor([2, 7])).sum().backward()
+    optimiser.step()
+    factor = model.get_parameter("base_model.model.0.lora_embedding_A.default")
+    lengths = torch.zeros(10).index_fill(0, torch.tensor([2, 7]), 0.1)
+    torch.testing.assert_close(factor.detach().norm(dim=0), lengths)
+
+
 def test_transformers_marks_what_it_loads(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -23,14 +23,14 @@ from nero_lab.loops.training import Snapshot, Training
 from nero_lab.progress import duration, last_metrics
 from nero_lab.protocol import Settings, Task
 from nero_lab.store import BusyError, Store, StoreError
-from nero_lab.sweep import RunObserver, deferred_interrupts, train
+from nero_lab.sweep import BUSY_RETRY_S, RunObserver, deferred_interrupts, train
 from nero_lab.tasks import task_named
 
 #: Finds the task of a run and its data, on a device. Workers import it, so it is a function of a module.
 Find: TypeAlias = Callable[[Settings, Path | None, torch.device], tuple[Task, Dataset | Game]]
 
 #: Answer for a run that another command makes.
-BUSY = "another command makes it"
+BUSY = "another command makes it, so it comes last"
 #: Time between two looks at the clock and at interrupts.
 POLL_EVERY_S = 0.5
 #: Time between two lines about the runs under way.
@@ -59,7 +59,7 @@ def train_in_processes(
 ) -> int:
     """Train runs, each in one of several processes. A run that fails does not stop the others.
 
-    Runs that another command makes are left to it.
+    Runs that another command makes come last.
 
     Args:
         runs: the runs, in the order in which they start.
@@ -90,6 +90,7 @@ def train_in_processes(
         _processes(context, arguments) as start,
     ):
         waiting, active, idle = deque(range(len(runs))), dict[Connection, int](), list[Connection]()
+        not_before = [0.0] * len(runs)  # when to try runs again that another command makes
         dead = ""  # the task of a process that has died
         while active or (waiting and not stop.is_set()):
             is_over = time.monotonic() >= deadline
@@ -99,6 +100,8 @@ def train_in_processes(
                 stop.set()
             # not all at once: runs that wait in a pipe could not be left out after the deadline
             while waiting and len(active) < processes and not stop.is_set():
+                if time.monotonic() < not_before[waiting[0]]:
+                    break
                 place, pipe = waiting.popleft(), idle.pop() if idle else start()
                 active[pipe] = place
                 with suppress(OSError):  # a process that has died answers with an end of file
@@ -115,6 +118,8 @@ def train_in_processes(
                     idle.append(pipe)
                 if fault == BUSY:
                     report.left(place)
+                    waiting.append(place)
+                    not_before[place] = time.monotonic() + BUSY_RETRY_S
                 elif fault:
                     report.failed(place, fault)
                 else:
@@ -157,7 +162,7 @@ class _Report:
         usual = sum(known) / len(known) if known else 1.0
         self.work = [seconds.get(settings) or usual for settings in runs]
         self.begun_at = self.looked_at = time.monotonic()
-        self.done, self.failures, self.active = 0, 0, list[int]()
+        self.done, self.failures, self.active, self.busy = 0, 0, list[int](), set[int]()
 
     def begin(self, processes: int, device: torch.device, minutes: float) -> None:
         """Say what is to be done."""
@@ -169,7 +174,8 @@ class _Report:
     def started(self, place: int) -> None:
         """Say that a run starts."""
         self.active.append(place)
-        self.say(f"{_name(self.runs[place])}: starts")
+        if place not in self.busy:
+            self.say(f"{_name(self.runs[place])}: starts")
 
     def ended(self, place: int, result: str | None) -> None:
         """Say that a run has ended with this result, or nothing if it was interrupted."""
@@ -189,10 +195,11 @@ class _Report:
         self.say(f"{_name(self.runs[place])} failed: {fault}")
 
     def left(self, place: int) -> None:
-        """Say that a run is left to another command."""
+        """Say that a run is left to another command for now."""
         self.active.remove(place)
-        self.work[place] = 0.0
-        self.say(f"{_name(self.runs[place])}: {BUSY}")
+        if place not in self.busy:
+            self.say(f"{_name(self.runs[place])}: {BUSY}")
+        self.busy.add(place)
 
     def look(self) -> None:
         """Say how far the runs are, once in a while."""
@@ -322,7 +329,7 @@ def _train(worker: _Worker, place: int, settings: Settings) -> str | None:
     task, data = worker.find(settings, worker.folder, worker.device)
     with worker.busy:
         try:
-            record = train(task, [settings], data, worker.store, worker)[0]
+            record = train(task, [settings], data, worker.store, worker, waits=False)[0]
         except KeyboardInterrupt:
             return None
     return f"{last_metrics(task, record['curve'])} in {duration(record['seconds'])}"

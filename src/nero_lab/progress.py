@@ -130,6 +130,9 @@ class Display(RunObserver):
             f"{duration(training.seconds)}; record in {self.out / training.task.name / name}.json"
         )
 
+    def blocked(self, reason: str) -> None:
+        self.console.print(f"{reason}: waiting until it is done")
+
     def stopping(self) -> None:
         self.console.print("stopping after this step to save the runs; interrupt again to stop at once")
 

@@ -207,16 +207,9 @@ class RaySweep:
         """Train all runs that are not done, and return the records of all runs, as :func:`nero_lab.sweep.train`.
 
         Raises:
-            BusyError: if another process makes one of the runs.
             KeyboardInterrupt: interrupted, with the number of the signal. All runs under way are saved.
         """
         runs = list(dict.fromkeys(runs))
-        undone = [settings for settings in runs if self.store.record(self.task, settings) is None]
-        with self.store.claim(self.task, undone):
-            return self._train(runs, more)
-
-    def _train(self, runs: list[Settings], more: bool) -> list[dict[str, Any]]:
-        """Train all runs that are not done, which no other process makes."""
         done = find_done(self.task, runs, self.device, self.store, self.observer)
         with deferred_interrupts(self.observer.stopping) as interrupted:
             for settings in runs:

@@ -7,11 +7,12 @@ a process makes a run.
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cached_property
@@ -60,6 +61,7 @@ class Store:
         self.root, self.weights = root, weights
         self.commit = commit()  # read once: the source tree may change during the runs
         self._commits: dict[Settings, list[str | None]] = {}
+        self._claims: dict[Path, int] = {}
 
     def check(self, task: Task, bytes_needed: int) -> None:
         """Check that the folder can hold the results, and remove abandoned files. Does not create the folder.
@@ -122,17 +124,25 @@ class Store:
             raise StoreError(f"{where} is the record of a run without saved weights: {remedy} to train again")
         return record
 
-    @contextmanager
-    def claim(self, task: Task, runs: Iterable[Settings]) -> Iterator[None]:
-        """Keep other processes from these runs, until the end of the block or of this process.
+    def claim(self, task: Task, settings: Settings) -> None:
+        """Keep other processes from making a run, until it is released or this process ends.
 
         Raises:
-            BusyError: if another process makes one of the runs.
+            BusyError: if another process makes the run.
         """
-        with ExitStack() as stack:
-            for settings in runs:
-                stack.enter_context(self._lock(self.path(task, settings, ".lock")))
-            yield
+        path, file = self.path(task, settings, ".lock"), None
+        while file is None:
+            file = _lock(path)
+        self._claims[path] = file
+
+    def release(self, task: Task, settings: Settings) -> None:
+        """Let other processes make a run; do nothing if it is not claimed."""
+        path = self.path(task, settings, ".lock")
+        if (file := self._claims.pop(path, None)) is not None:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(file), path.stat()):  # else somebody has removed it, and made another
+                    path.unlink()
+            os.close(file)
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
         """Return the state of an unfinished run, or None for a new run. Notes the commit that trains from here on."""
@@ -229,9 +239,6 @@ class Store:
         for path in (checkpoint, *checkpoint.parent.glob(f"{checkpoint.name}.*{atomic.PART_SUFFIX}")):
             path.unlink(missing_ok=True)
 
-    def _lock(self, path: Path) -> AbstractContextManager[None]:
-        return _locked(path)
-
     def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
         write_atomically(path, write)
 
@@ -251,44 +258,44 @@ class ReadOnlyStore(Store):
     def discard(self, task: Task, settings: Settings) -> None:
         """Do nothing."""
 
-    def _lock(self, _: Path) -> AbstractContextManager[None]:
-        return nullcontext()
+    def claim(self, task: Task, settings: Settings) -> None:
+        """Do nothing."""
 
     def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
         """Do nothing."""
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which exists during the block. Do nothing on a system without such locks."""
-    if sys.platform == "win32":
-        yield
-        return
-    is_held = False
-    while not is_held:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("ab")
-        except OSError as error:
-            raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder by --out") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            hint = "wait until it is done, or choose another folder by --out"
-            raise BusyError(f"another process makes {path.with_suffix('')}: {hint}") from None
-        except OSError:
-            pass  # a file system without locks
-        with suppress(FileNotFoundError):
-            is_held = os.path.samestat(os.fstat(file.fileno()), path.stat())
-        if not is_held:
-            file.close()  # the process that held the lock has just removed this file
+def _lock(path: Path) -> int | None:
+    """Lock a file that is there for this, and return its descriptor; None if its last holder has just removed it."""
     try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.unlink()
-        file.close()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # left by another user
+            file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder") from error
+    if sys.platform == "win32":
+        return file
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # the second on SMB
+        holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+        os.close(file)
+        raise BusyError(f"{holder} makes {path.with_suffix('')}") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        is_there = os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        is_there = False
+    if not is_there:
+        os.close(file)
+        return None
+    with suppress(OSError):  # of another user
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return file
 
 
 def misfit(checkpoint: Path, what: str) -> StoreError:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -17,10 +17,12 @@ from nero_lab.data import Dataset, Game
 from nero_lab.loops.supervised import Supervised
 from nero_lab.loops.training import Snapshot, StateError, Training
 from nero_lab.protocol import Precision, Settings, Task, best_rate
-from nero_lab.store import Store, misfit
+from nero_lab.store import BusyError, Store, misfit
 
 #: Shortest time between two rounds of checkpoints.
 CHECKPOINT_EVERY_S = 60.0
+#: Time between two tries to start a run that another process makes, and between looks at interrupts meanwhile.
+BUSY_RETRY_S, POLL_EVERY_S = 10.0, 0.2
 #: Shortest time of training between two rounds of checkpoints, relative to the duration of a round.
 MIN_TRAIN_TO_SAVE_RATIO = 20.0
 
@@ -40,6 +42,9 @@ class RunObserver:
     def ended(self, training: Training | Snapshot) -> None:
         """Handle a run that is finished and recorded."""
 
+    def blocked(self, reason: str) -> None:
+        """Handle a run that waits, because another process makes it."""
+
     def stopping(self) -> None:
         """Handle the user's request to stop. The runs are saved after the current step."""
 
@@ -53,10 +58,12 @@ def train(
     side_by_side: int = 1,
     *,
     more: bool = False,
+    waits: bool = True,
 ) -> list[dict[str, Any]]:
     """Train all runs that are not done, and return the records of all runs.
 
-    A killed process resumes from its last checkpoints in the next call, an interrupted one from its last step.
+    A killed process resumes from its last checkpoints in the next call, an interrupted one from its last step. Runs
+    that another process makes come last.
 
     Args:
         task: the task of the runs.
@@ -66,35 +73,25 @@ def train(
         observer: called as the runs proceed.
         side_by_side: how many runs to train at a time.
         more: more runs follow after these, so that an interrupt also counts when these are all done.
+        waits: wait until the other processes have made their runs, or have stopped.
 
     Raises:
-        BusyError: if another process makes one of the runs.
+        BusyError: if another process makes one of the runs, and ``waits`` is false.
         KeyboardInterrupt: interrupted, with the number of the signal.
     """
     runs = list(dict.fromkeys(runs))
-    with store.claim(task, [settings for settings in runs if store.record(task, settings) is None]):
-        return _train(task, runs, data, store, observer, side_by_side, more)
-
-
-def _train(
-    task: Task,
-    runs: Sequence[Settings],
-    data: Dataset | Game,
-    store: Store,
-    observer: RunObserver,
-    side_by_side: int,
-    more: bool,
-) -> list[dict[str, Any]]:
-    """Train all runs that are not done, which no other process makes."""
     done = find_done(task, runs, data.device, store, observer)
     waiting = deque(settings for settings in runs if settings not in done)
-    runner = _Runner(task, data, store, observer)
-    due = time.monotonic() + CHECKPOINT_EVERY_S
-    with deferred_interrupts(observer.stopping) as interrupted:
+    runner = _Runner(task, data, store, observer, waits and distributed.world_size() == 1)
+    due, is_due = time.monotonic() + CHECKPOINT_EVERY_S, 0
+    with deferred_interrupts(observer.stopping) as interrupted, closing(runner):
         while waiting or runner.active:
             try:
-                while waiting and len(runner.active) < side_by_side:
-                    runner.start(waiting.popleft())
+                runner.fill(waiting, side_by_side)
+                if waiting and not runner.active:  # other processes make them
+                    time.sleep(POLL_EVERY_S)
+                    if interrupted():
+                        raise KeyboardInterrupt(interrupted())
                 for training in runner.active.copy():  # a copy: finished runs leave the list
                     runner.advance(training)
                     del training  # a finished run must not be kept alive by this variable
@@ -134,11 +131,49 @@ class _Runner:
         done: the records of the finished runs.
     """
 
-    def __init__(self, task: Task, data: Dataset | Game, store: Store, observer: RunObserver) -> None:
-        self.task, self.data, self.store, self.observer = task, data, store, observer
+    def __init__(
+        self, task: Task, data: Dataset | Game, store: Store, observer: RunObserver, waits: bool = False
+    ) -> None:
+        self.task, self.data, self.store, self.observer, self.waits = task, data, store, observer, waits
+        self._claimed, self._busy, self._retry_at = list[Settings](), set[Settings](), 0.0
         self.active: list[Training] = []
         self.done: dict[Settings, dict[str, Any]] = {}
         self._has_garbage = False  # a finished run is a reference cycle, and holds GPU memory until collected
+
+    def close(self) -> None:
+        """Let other processes make the runs that are not done."""
+        for settings in self._claimed:
+            self.store.release(self.task, settings)
+
+    def fill(self, waiting: deque[Settings], places: int) -> None:
+        """Start runs in the free places. Those that another process makes go to the end, and are tried again later."""
+        if time.monotonic() < self._retry_at:
+            return
+        for _ in range(len(waiting)):
+            if len(self.active) >= places:
+                return
+            settings = waiting.popleft()
+            try:
+                self.store.claim(self.task, settings)
+            except BusyError as error:
+                if not self.waits:
+                    raise
+                if settings not in self._busy:
+                    self.observer.blocked(str(error))
+                self._busy.add(settings)
+                waiting.append(settings)
+            else:
+                self._claimed.append(settings)
+                self._start_claimed(settings)
+        self._retry_at = time.monotonic() + BUSY_RETRY_S if waiting else 0.0
+
+    def _start_claimed(self, settings: Settings) -> None:
+        record = self.store.record(self.task, settings)
+        if record is None:
+            self.start(settings)
+        else:  # made by another process since this one looked
+            self.done[settings] = record
+            self.store.release(self.task, settings)
 
     def start(self, settings: Settings) -> None:
         """Start a run, or resume it from its checkpoint."""
@@ -169,6 +204,7 @@ class _Runner:
             self.done[training.settings] = self.store.finish(training)
             distributed.barrier()  # the record must be visible to all processes
             self.active.remove(training)
+            self.store.release(self.task, training.settings)
             self._has_garbage = True
             self.observer.ended(training)
 

@@ -79,6 +79,9 @@ class RecordingObserver:
     def ended(self, training):
         self.ended_runs.append(training)
 
+    def blocked(self, _):
+        pass
+
     def stopping(self):
         self.stop_requests += 1
 

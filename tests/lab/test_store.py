@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from lab.helpers import CPU, FAST, TINY, RecordingObserver, make_data, start_run
 
-from nero_lab import atomic, provenance
+from nero_lab import atomic, provenance, sweep
 from nero_lab.loops import adversarial
 from nero_lab.loops.supervised import Supervised
 from nero_lab.protocol import Contender
@@ -48,47 +49,129 @@ def test_checkpoint_holds_no_code_and_damage_is_reported(tmp_path):
         store.begin(FAST, settings, CPU)
 
 
-def test_claimed_run_is_refused_to_others_until_the_end(tmp_path):
+def test_claimed_run_is_refused_to_others_until_released(tmp_path):
     """Locks belong to open files, so a second store is like a second process."""
     store, other, (first, second) = Store(tmp_path), Store(tmp_path), (FAST.settings(name) for name in ("nero", "adam"))
-    with store.claim(FAST, [first]):
-        with other.claim(FAST, [second]), ReadOnlyStore(tmp_path).claim(FAST, [first]):
-            pass
-        with pytest.raises(BusyError, match=r"another process makes .*/tiny/nero-lr0\.01-seed0: wait until it is done"):
-            other.claim(FAST, [second, first]).__enter__()
-        with Store(tmp_path / "elsewhere").claim(FAST, [first]):
-            pass
-    with other.claim(FAST, [second, first]):
-        assert sorted(path.suffix for path in tmp_path.rglob("*-*")) == [".lock", ".lock"]
-    assert not list(tmp_path.rglob("*-*"))
+    store.claim(FAST, first)
+    with pytest.raises(BusyError, match=rf"process {os.getpid()} on \S+ makes .*/tiny/nero-lr0\.01-seed0$"):
+        other.claim(FAST, first)
+    ReadOnlyStore(tmp_path).claim(FAST, first)
+    Store(tmp_path / "elsewhere").claim(FAST, first)
+    other.claim(FAST, second)
+    other.release(FAST, first)  # not its own
+    assert len(list((tmp_path / "tiny").glob("*.lock"))) == 2
+    store.release(FAST, first)
+    other.claim(FAST, first)
+    for settings in (first, second):
+        other.release(FAST, settings)
+    assert not list((tmp_path / "tiny").iterdir())
 
 
-def test_lock_whose_file_was_just_removed_is_taken_anew(tmp_path, monkeypatch):
-    store, settings, lock, calls = Store(tmp_path), FAST.settings("nero"), fcntl.flock, []
+def test_lock_that_somebody_removed_is_made_anew(tmp_path, monkeypatch):
+    store, other, settings, lock, calls = Store(tmp_path), Store(tmp_path), FAST.settings("nero"), fcntl.flock, []
+    path = store.path(FAST, settings, ".lock")
 
     def flock(file, how):
         calls.append(how)
         if len(calls) == 1:
-            store.path(FAST, settings, ".lock").unlink()
+            path.unlink()  # as its last holder does
         lock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with store.claim(FAST, [settings]):
-        assert len(calls) == 2
-        with pytest.raises(BusyError):
-            Store(tmp_path).claim(FAST, [settings]).__enter__()
+    store.claim(FAST, settings)
+    assert len(calls) == 2
+    path.unlink()
+    other.claim(FAST, settings)
+    store.release(FAST, settings)
+    assert path.exists()  # it is the other's
 
 
-def test_claim_needs_no_locks_but_a_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "is_busy"), [(errno.ENOLCK, False), (errno.EACCES, True), (errno.EAGAIN, True)])
+def test_lock_on_other_file_systems(code, is_busy, tmp_path, monkeypatch):
     def flock(*_):
-        raise OSError(errno.ENOLCK, "no locks available")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with Store(tmp_path).claim(FAST, [FAST.settings("nero")]):
-        pass
+    with pytest.raises(BusyError, match="another process makes") if is_busy else nullcontext():
+        Store(tmp_path).claim(FAST, FAST.settings("nero"))
+
+
+def test_lock_of_another_user_is_only_read(tmp_path, monkeypatch):
+    store, settings, open_file = Store(tmp_path), FAST.settings("nero"), os.open
+    path = store.path(FAST, settings, ".lock")
+    path.parent.mkdir()
+    path.write_text("process 1 on an old machine")
+
+    def open_as_other(name, flags, *_):
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_file(name, flags)
+
+    monkeypatch.setattr(os, "open", open_as_other)
+    store.claim(FAST, settings)
+    with pytest.raises(BusyError, match="makes"):
+        Store(tmp_path).claim(FAST, settings)
+
+
+def test_lock_needs_a_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match=r"cannot write .*\.lock: Not a directory; choose another folder by --out"):
-        Store(tmp_path / "file").claim(FAST, [FAST.settings("nero")]).__enter__()
+    with pytest.raises(StoreError, match=r"cannot write .*\.lock: Not a directory; choose another folder"):
+        Store(tmp_path / "file").claim(FAST, FAST.settings("nero"))
+
+
+def test_run_of_another_process_comes_last_and_is_not_made_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "BUSY_RETRY_S", 0.0)
+    monkeypatch.setattr(sweep, "POLL_EVERY_S", 0.0)
+    runs, other, observer = (
+        [FAST.settings(name) for name in ("nero", "sgd", "adam")],
+        Store(tmp_path),
+        RecordingObserver(),
+    )
+    order, reasons, looks = [], [], []
+    observer.ended = lambda training: order.append(training.settings.optimiser)
+    observer.blocked = reasons.append
+
+    def sleep(_):  # the others are made, and this one has only to wait
+        looks.append(list(order))
+        if len(looks) == 2:
+            other.release(FAST, runs[0])
+        if len(looks) == 3:
+            pytest.fail("it waits for nothing")
+
+    monkeypatch.setattr(sweep.time, "sleep", sleep)
+    other.claim(FAST, runs[0])
+    with pytest.raises(BusyError, match=r"process \d+ on .* makes .*nero-lr0\.01-seed0"):
+        train(FAST, runs[:1], make_data(), Store(tmp_path), observer, waits=False)
+    records = train(FAST, runs, make_data(), Store(tmp_path), observer)
+    assert order == ["sgd", "adam", "nero"]
+    assert looks == [["sgd", "adam"]] * 2
+    assert len(reasons) == 1
+    assert [record["optimiser"] for record in records] == ["nero", "sgd", "adam"]
+
+
+def test_run_that_another_process_finishes_is_taken_over(tmp_path):
+    runs, observer = [FAST.settings(name) for name in ("sgd", "nero")], RecordingObserver()
+
+    class LateStore(Store):
+        """Store that claims a run just after another process has finished it."""
+
+        def claim(self, task, settings):
+            if settings == runs[1]:
+                train(FAST, runs[1:], make_data(), Store(tmp_path), RecordingObserver())
+            super().claim(task, settings)
+
+    records = train(FAST, runs, make_data(), LateStore(tmp_path), observer)
+    assert observer.begun_at == [0]
+    assert [record["optimiser"] for record in records] == ["sgd", "nero"]
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_interrupt_ends_the_wait_for_another_process(tmp_path, monkeypatch):
+    settings, other = FAST.settings("nero"), Store(tmp_path)
+    monkeypatch.setattr(sweep.time, "sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    other.claim(FAST, settings)
+    with pytest.raises(KeyboardInterrupt):
+        train(FAST, [settings], make_data(), Store(tmp_path), RecordingObserver())
 
 
 @pytest.mark.parametrize(

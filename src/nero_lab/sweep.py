@@ -131,9 +131,7 @@ class _Runner:
         done: the records of the finished runs.
     """
 
-    def __init__(
-        self, task: Task, data: Dataset | Game, store: Store, observer: RunObserver, waits: bool = False
-    ) -> None:
+    def __init__(self, task: Task, data: Dataset | Game, store: Store, observer: RunObserver, waits: bool) -> None:
         self.task, self.data, self.store, self.observer, self.waits = task, data, store, observer, waits
         self._claimed, self._busy, self._retry_at = list[Settings](), set[Settings](), 0.0
         self.active: list[Training] = []
@@ -157,7 +155,7 @@ class _Runner:
                 self.store.claim(self.task, settings)
             except BusyError as error:
                 if not self.waits:
-                    raise
+                    raise BusyError(f"{error}: wait until it is done, or choose another folder by --out") from None
                 if settings not in self._busy:
                     self.observer.blocked(str(error))
                 self._busy.add(settings)

@@ -1,11 +1,16 @@
-"""Atomic file writes: a file is complete, or it stays as it was."""
+"""Files between processes: a written file is complete or stays as it was, and a locked one has one holder."""
 
 import errno
 import os
 import shutil
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
 
 #: Ending of a file that is still being written.
 PART_SUFFIX = ".part"
@@ -51,3 +56,52 @@ def _reason(error: Exception, path: Path) -> str:
     if is_full or shutil.disk_usage(folder).free < MIN_FREE_BYTES:
         return "the disk is full; make room"
     return f"{cause}; fix that"
+
+
+def lock(path: Path) -> int:
+    """Create a file that holds a lock until :func:`unlock` or the end of this process, and return its descriptor.
+
+    Locks nothing on Windows, nor on a file system without locks.
+
+    Raises:
+        BlockingIOError: if another process holds the lock; the message names it.
+        OSError: if the file cannot be made.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT)
+        except PermissionError:  # left by another user
+            file = os.open(path, os.O_RDONLY)
+        if sys.platform == "win32":
+            return file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # the second on SMB
+            holder = os.pread(file, 200, 0).decode(errors="replace")
+            os.close(file)
+            raise BlockingIOError(holder or "another process") from None
+        except OSError:
+            pass  # a file system without locks
+        if _is_at(path, file):
+            break
+        os.close(file)  # its last holder has just removed it
+    with suppress(OSError):  # of another user
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return file
+
+
+def unlock(path: Path, file: int) -> None:
+    """Remove a file that this process has locked, and end the lock."""
+    if _is_at(path, file):  # else somebody has removed it, and another process may hold a new one
+        with suppress(OSError):
+            path.unlink()
+    os.close(file)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False

@@ -90,7 +90,7 @@ def train_in_processes(
         _processes(context, arguments) as start,
     ):
         waiting, active, idle = deque(range(len(runs))), dict[Connection, int](), list[Connection]()
-        not_before = [0.0] * len(runs)  # when to try runs again that another command makes
+        not_before = dict[int, float]()  # when to try runs again that another command makes
         dead = ""  # the task of a process that has died
         while active or (waiting and not stop.is_set()):
             is_over = time.monotonic() >= deadline
@@ -99,9 +99,12 @@ def train_in_processes(
             if is_over or interrupted() or dead:
                 stop.set()
             # not all at once: runs that wait in a pipe could not be left out after the deadline
-            while waiting and len(active) < processes and not stop.is_set():
-                if time.monotonic() < not_before[waiting[0]]:
-                    break
+            while (
+                waiting
+                and len(active) < processes
+                and not stop.is_set()
+                and time.monotonic() >= not_before.get(waiting[0], 0)
+            ):
                 place, pipe = waiting.popleft(), idle.pop() if idle else start()
                 active[pipe] = place
                 with suppress(OSError):  # a process that has died answers with an end of file

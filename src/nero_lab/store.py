@@ -7,8 +7,6 @@ a process makes a run.
 import json
 import os
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,9 +24,6 @@ from nero_lab import atomic
 from nero_lab.loops.training import Training, copy_to_cpu
 from nero_lab.protocol import Settings, Task
 from nero_lab.provenance import commit, device_name, versions
-
-if sys.platform != "win32":
-    import fcntl
 
 #: Age at which a partly written file counts as abandoned.
 STALE_AFTER_S = 3600.0
@@ -130,19 +125,19 @@ class Store:
         Raises:
             BusyError: if another process makes the run.
         """
-        path, file = self.path(task, settings, ".lock"), None
-        while file is None:
-            file = _lock(path)
-        self._claims[path] = file
+        path = self.path(task, settings, ".lock")
+        try:
+            self._claims[path] = atomic.lock(path)
+        except BlockingIOError as error:
+            raise BusyError(f"{error} makes {path.with_suffix('')}") from None
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder") from error
 
     def release(self, task: Task, settings: Settings) -> None:
         """Let other processes make a run; do nothing if it is not claimed."""
         path = self.path(task, settings, ".lock")
         if (file := self._claims.pop(path, None)) is not None:
-            with suppress(OSError):
-                if os.path.samestat(os.fstat(file), path.stat()):  # else somebody has removed it, and made another
-                    path.unlink()
-            os.close(file)
+            atomic.unlock(path, file)
 
     def begin(self, task: Task, settings: Settings, device: torch.device) -> dict[str, Any] | None:
         """Return the state of an unfinished run, or None for a new run. Notes the commit that trains from here on."""
@@ -263,39 +258,6 @@ class ReadOnlyStore(Store):
 
     def _write(self, path: Path, write: Callable[[IO[bytes]], object]) -> None:
         """Do nothing."""
-
-
-def _lock(path: Path) -> int | None:
-    """Lock a file that is there for this, and return its descriptor; None if its last holder has just removed it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT)
-        except PermissionError:  # left by another user
-            file = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}; choose another folder") from error
-    if sys.platform == "win32":
-        return file
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the second on SMB
-        holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
-        os.close(file)
-        raise BusyError(f"{holder} makes {path.with_suffix('')}") from None
-    except OSError:
-        pass  # a file system without locks
-    try:
-        is_there = os.path.samestat(os.fstat(file), path.stat())
-    except OSError:
-        is_there = False
-    if not is_there:
-        os.close(file)
-        return None
-    with suppress(OSError):  # of another user
-        os.truncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    return file
 
 
 def misfit(checkpoint: Path, what: str) -> StoreError:

@@ -244,7 +244,8 @@ class Agent(Training):
             self._record()
             return self._actions.clone()
         actions = self._pinned["actions"].copy_(self._actions, non_blocking=True)
-        copied = self._stream.record_event()
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # leaves this core to the games
+        copied = self._stream.record_event(event)
         self._record()
         copied.synchronize()
         return actions

@@ -65,6 +65,7 @@ resnet = replace(
     },
     seconds=Seconds(1280, 358, 1_190_000),
     side_by_side=2,
+    is_compiled=True,
 )
 
 

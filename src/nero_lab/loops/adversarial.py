@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -19,6 +18,7 @@ from nero_lab.loops.training import (
     Training,
     compile_in_place,
     copy_to_cpu,
+    eager_if,
     load_network,
     load_optimiser,
     load_tensor,
@@ -159,7 +159,8 @@ class Adversarial(Training):
         self.pair.train()
 
     def _update(self, images: Tensor, labels: Tensor) -> None:
-        with self._eager_if(len(images) < self.task.batch), matmul_precision(self.settings.precision):
+        rare = self._is_compiled and len(images) < self.task.batch
+        with eager_if(rare), matmul_precision(self.settings.precision):
             discriminator_loss = self._update_discriminator(images, labels)
             generator_loss = self._update_generator(labels)
         with torch.no_grad():
@@ -183,10 +184,6 @@ class Adversarial(Training):
         loss.backward(inputs=list(generator.parameters()))  # type: ignore[no-untyped-call]
         self.optimisers["generator"].step()
         return loss
-
-    def _eager_if(self, is_rare: bool) -> AbstractContextManager[Any]:
-        """Run rare shapes uncompiled: each would take longer to compile than it saves."""
-        return torch.compiler.set_stance("force_eager") if self._is_compiled and is_rare else nullcontext()
 
     def _draw_noise(self, count: int) -> Tensor:
         return torch.randn(count, self.pair.generator.noise, generator=self.random, device=self.device)
@@ -231,7 +228,7 @@ class Adversarial(Training):
         self.pair.generator.eval()
         noise = self._reported_batches("generates images", self._fixed_noise)
         labels = torch.split(self._fixed_labels, METRIC_BATCH)
-        with self._eager_if(True), matmul_precision(self.settings.precision):
+        with eager_if(self._is_compiled), matmul_precision(self.settings.precision):
             return torch.cat([self.pair.generator(*batch) for batch in zip(noise, labels, strict=True)])
 
     def _reported_batches(self, activity: str, rows: Tensor) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from nero_lab.loops.training import (
     compile_in_place,
     copy_to_cpu,
     count_bytes,
+    eager_if,
     load_network,
     load_optimiser,
     load_tensor,
@@ -150,9 +151,8 @@ class Supervised(Training):
         for module in self.model.modules():
             if isinstance(module, Dropout):
                 module.generator = self.generator
-        self._measure: Callable[..., tuple[Tensor, Tensor]] = _measure
-        if self.task.is_compiled and self.device.type == "cuda":
-            self._measure = _compile(self.model)
+        self._is_compiled = self.task.is_compiled and self.device.type == "cuda"
+        self._measure = _compile(self.model) if self._is_compiled else _measure
         self.optimiser = self._make_optimiser(contender)
         self._is_eager = contender.optimiser in baselines.EAGER
         if not self._is_eager:
@@ -192,7 +192,8 @@ class Supervised(Training):
 
     def _find_gradients(self, *batch: Tensor) -> list[Tensor | None]:
         *inputs, labels = batch
-        with matmul_precision(self.settings.precision):
+        rare = self._is_compiled and len(labels) < self.task.batch
+        with eager_if(rare), matmul_precision(self.settings.precision):
             self.optimiser.zero_grad()
             with autocast(self.settings.precision, self.device):
                 logits = self._forward(*inputs)

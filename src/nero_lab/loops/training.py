@@ -297,6 +297,11 @@ def compile_in_place(module: nn.Module) -> None:
     module.compile(dynamic=False)
 
 
+def eager_if(is_rare: bool) -> AbstractContextManager[Any]:
+    """Run compiled modules uncompiled on a rare shape, which would take longer to compile than it saves."""
+    return torch.compiler.set_stance("force_eager") if is_rare else nullcontext()
+
+
 @contextmanager
 def matmul_precision(name: Precision) -> Iterator[None]:
     """Compute matrix products and convolutions in float32, or in TF32 on a GPU; benchmark cuDNN's kernels.

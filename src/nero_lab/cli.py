@@ -1,5 +1,6 @@
 """Command line of the experiments: list the tasks, train them, and draw the paper's figures from the records."""
 
+import errno
 import math
 import sys
 from collections import Counter
@@ -220,7 +221,7 @@ def sweep(
     whose = "the paper's best" if chosen.study == "paper" else "the default"
     for name, rate in best.items():
         found = f"best of the grid is {rate:g}; " if grid and chosen.grid_of(name) else ""
-        console.print(f"{name}: {found}{whose} is {chosen.contenders[name].best:g}")
+        console.print(f"optimiser {name}: {found}{whose} is {chosen.contenders[name].best:g}")
 
 
 @app.command()
@@ -292,8 +293,10 @@ def report(
     found = read_records(records)
     if not found:
         raise StoreError(f"there are no records in {records}: make some with `nero sweep TASK --out {records}`")
-    console.print(*map(str, write_report(found, out)), sep="\n")
     pages = all_published()
+    if not any(record["task"] in pages for record in found):
+        raise StoreError(f"no record in {records} is of a task of the paper, and other tasks have no pages")
+    console.print(*map(str, write_report(found, out)), sep="\n")
     if missing := [task for task in pages if task not in {record["task"] for record in found}]:
         console.print(f"not run, so without a page: {', '.join(missing)}")
     short = [record for record in found if record["task"] in pages and record["epochs"] < TASKS[record["task"]].epochs]
@@ -312,6 +315,10 @@ def main() -> None:
             app(standalone_mode=True)
     except torch.OutOfMemoryError as error:
         sys.exit(f"nero: the GPU's memory is full ({error}): free some, or run `nero sweep` with fewer --side-by-side")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit("nero: the disk is full: make room, or send the output elsewhere")
 
 
 def _rate(text: str) -> float:

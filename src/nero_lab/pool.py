@@ -18,10 +18,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nero_lab.data import Dataset, Game, load_once
+from nero_lab.data import DataError, Dataset, Game, load_once
 from nero_lab.loops.training import Snapshot, Training
 from nero_lab.progress import duration, last_metrics
-from nero_lab.protocol import Settings, Task
+from nero_lab.protocol import SettingError, Settings, Task
 from nero_lab.store import BusyError, Store, StoreError
 from nero_lab.sweep import BUSY_RETRY_S, RunObserver, deferred_interrupts, train
 from nero_lab.tasks import task_named
@@ -310,7 +310,7 @@ def _work(pipe: Connection, *arguments: Any) -> None:
             except BusyError:
                 answer = None, BUSY
             except Exception as error:
-                answer = None, repr(error)
+                answer = None, str(error) if isinstance(error, StoreError | DataError | SettingError) else repr(error)
             pipe.send(answer)
 
 

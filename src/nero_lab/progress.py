@@ -1,6 +1,7 @@
 """Progress of runs: bars in a terminal, lines in a log, and TensorBoard files beside the records."""
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -62,6 +63,7 @@ class Display(RunObserver):
         self._logged_at = self._refreshed_at = time.monotonic()
 
     def __enter__(self) -> Self:
+        self._hook, threading.excepthook = threading.excepthook, self._handle_thread_error
         self.progress.start()
         return self
 
@@ -71,6 +73,7 @@ class Display(RunObserver):
         self.progress.stop()
         for settings in list(self._writers):
             self._close_writer(settings)
+        threading.excepthook = self._hook
 
     def plan(self, task: Task, runs: Sequence[Settings], done: Sequence[dict[str, Any]]) -> None:
         left = len(runs) - len(done)
@@ -182,6 +185,11 @@ class Display(RunObserver):
                 self._writers.pop(settings).close()
         except OSError as error:
             self._drop_writer(settings, error)
+
+    def _handle_thread_error(self, error: threading.ExceptHookArgs) -> None:
+        """Print the traceback of a thread, but not of TensorBoard's on a full disk: the next write raises it again."""
+        if not (isinstance(error.exc_value, OSError) and type(error.thread).__module__.startswith("tensorboard")):
+            self._hook(error)
 
     def _drop_writer(self, settings: Settings, error: OSError) -> None:
         """Continue a run without TensorBoard."""

@@ -34,6 +34,8 @@ FIELDS = {"task": str, "optimiser": str, "lr": int | float, "seed": int, "epochs
     "data": str | None,
     "seconds": int | float | None,
 }
+#: What records of earlier versions lack, as it was then.
+EARLIER = {"precision": "float32"}
 
 
 class StoreError(RuntimeError):
@@ -107,7 +109,7 @@ class Store:
             if not record:
                 return None
             where, remedy = record["path"], "delete that line"
-        if differing := [key for key, value in wanted.items() if record.get(key) != value]:
+        if differing := [key for key, value in wanted.items() if record.get(key, EARLIER.get(key)) != value]:
             key = differing[0]
             raise StoreError(f"{where} is the record of another run with {key} {record.get(key)!r}: {remedy}")
         if (count := len(record["curve"].get(task.metric, ()))) != settings.epochs:
@@ -168,9 +170,13 @@ class Store:
             found = dict(state["run"])
         except KeyError:
             raise misfit(path, "lacks 'run'") from None
-        except Exception as error:
-            raise StoreError(f"{path} cannot be read ({type(error).__name__}: {error}): {DELETE_IT}") from error
+        except PermissionError as error:
+            raise StoreError(f"{path} cannot be read ({error.strerror}): fix its permissions") from error
+        except Exception as error:  # torch's own text speaks of other causes
+            raise StoreError(f"{path} cannot be read ({type(error).__name__}): {DELETE_IT}") from error
         wanted = _identity(task, settings, device)
+        if (writer := found.get("nero")) != nero.__version__:
+            raise StoreError(f"{path} was written by nero {writer}, and this is nero {nero.__version__}: {DELETE_IT}")
         if differing := [key for key in wanted | found if found.get(key) != wanted.get(key)]:
             key = differing[0]
             raise StoreError(
@@ -349,6 +355,9 @@ def _parse_record(text: bytes, source: str) -> dict[str, Any]:
         if wrong := [name for name, kinds in FIELDS.items() if not isinstance(record.get(name), kinds)]:
             raise ValueError(f"its {wrong[0]} is {record.get(wrong[0])!r}")
         counts = {name: len(values) for name, values in record["curve"].items()} or {"any curve": 0}
+        for name, values in record["curve"].items():
+            if wrong := [value for value in values if not isinstance(value, int | float | None)]:
+                raise ValueError(f"a value of its {name} is {wrong[0]!r}")
         if short := [f"{count} values of {name}" for name, count in counts.items() if count != record["epochs"]]:
             raise ValueError(f"it has {short[0]} for {record['epochs']} epochs")
     except (ValueError, TypeError, RecursionError) as error:

@@ -116,10 +116,13 @@ def test_nero_plan_refuses_bad_input(command, option, fault, tmp_path):
 def test_report_task_without_published_numbers_is_skipped(command, tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
     record, *_ = read_records(Path(__file__).parents[2] / "results")
-    (tmp_path / "runs.jsonl").write_text(
-        json.dumps({**record, "task": "my-task", "epochs": 1, "curve": {"score": [1]}})
-    )
-    code, printed = command("report", "--records", tmp_path, "--out", tmp_path / "pages")
+    other = {**record, "task": "my-task", "epochs": 1, "curve": {"score": [1]}}
+    arguments = "report", "--records", tmp_path, "--out", tmp_path / "pages"
+    (tmp_path / "runs.jsonl").write_text(json.dumps(other))
+    assert "is of a task of the paper" in command(*arguments)[0]
+    assert not (tmp_path / "pages").exists()
+    (tmp_path / "runs.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(other)}")
+    code, printed = command(*arguments)
     assert code == 0
     assert "without published numbers: my-task (1)" in printed
 

@@ -275,6 +275,14 @@ def test_form_auto_is_lr_auto_of_the_optimiser():
     assert ours.param_groups[0]["depth"] == 3
 
 
+def test_form_of_a_task_with_its_own_auto_is_that_contender():
+    task = TASKS["gpt"]
+    assert depth.form_of(task, "nero") == "nero-auto"
+    assert depth.form_of(task, "nero-momentum") == "nero-momentum-auto"
+    with pytest.raises(SettingError, match="muon has no learning rate auto"):
+        depth.form_of(task, "muon")
+
+
 def test_normed_mlp_has_norms_behind_hidden_layers():
     layers = [type(module) for module in normed_mlp(3)]
     hidden = [nn.Linear, nn.BatchNorm1d, type(mlp(2)[2])]

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import threading
 from dataclasses import replace
 
 import pytest
@@ -216,3 +217,19 @@ def test_tensorboard_failure_does_not_stop_the_run(when, tmp_path, monkeypatch):
         (record,) = train(FAST, [FAST.settings("sgd")], make_data(), Store(tmp_path), display)
     assert len(record["curve"]["train_loss"]) == 3
     assert stream.getvalue().count("the run continues without it") == 1
+
+
+@pytest.mark.parametrize(("writes_for", "is_printed"), [("tensorboard.summary", False), ("elsewhere", True)])
+def test_thread_of_tensorboard_that_fails_prints_nothing(writes_for, is_printed, tmp_path, monkeypatch):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+
+    def fail(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    thread = type("Writer", (threading.Thread,), {"__module__": writes_for, "run": fail})()
+    with make_display(False, tmp_path)[0]:
+        thread.start()
+        thread.join()
+    assert bool(printed) == is_printed
+    assert threading.excepthook == printed.append

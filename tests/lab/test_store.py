@@ -190,6 +190,14 @@ def test_checkpoint_of_another_run_raises(task, settings, device, what, tmp_path
         store.begin(task, settings, device)
 
 
+def test_checkpoint_of_another_version_raises(tmp_path, monkeypatch):
+    store, settings = Store(tmp_path), FAST.settings("adam")
+    save_one_step(store, settings)
+    monkeypatch.setattr("nero.__version__", "9.9")
+    with pytest.raises(StoreError, match=r"written by nero .*, and this is nero 9\.9: delete it"):
+        store.begin(FAST, settings, CPU)
+
+
 def test_checkpoint_with_unknown_setting_raises(tmp_path):
     store, settings = Store(tmp_path), FAST.settings("adam")
     path = save_one_step(store, settings)
@@ -241,6 +249,14 @@ def test_record_of_another_run_raises(tmp_path):
     store.path(FAST, runs[1], ".json").rename(store.path(FAST, runs[0], ".json"))
     with pytest.raises(StoreError, match="another run with batch 8: move it away"):
         train(replace(FAST, batch=4), runs[:1], make_data(), store, RecordingObserver())
+
+
+def test_record_without_precision_counts_as_float32(tmp_path):
+    store, settings = Store(tmp_path), FAST.settings("sgd")
+    (record,) = train(FAST, [settings], make_data(), store, RecordingObserver())
+    del record["precision"]
+    store.path(FAST, settings, ".json").write_text(json.dumps(record))
+    assert store.record(FAST, settings) == record
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.2], None])
@@ -352,8 +368,9 @@ def test_read_records_reads_json_and_json_lines(tmp_path):
         '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "epochs": 1, "curve": null}',
         '{"task": "tiny", "optimiser": "sgd", "lr": [1], "seed": 0, "epochs": 1, "curve": {"loss": [1]}}',
         '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "epochs": 5, "curve": {"loss": [1]}}',
+        '{"task": "tiny", "optimiser": "sgd", "lr": 0.1, "seed": 0, "epochs": 1, "curve": {"loss": ["1"]}}',
     ],
-    ids=["cut", "deep", "list", "empty", "no-epochs", "no-curve", "null-curve", "lr", "short"],
+    ids=["cut", "deep", "list", "empty", "no-epochs", "no-curve", "null-curve", "lr", "short", "text"],
 )
 def test_damaged_record_raises_with_its_path(name, text, tmp_path):
     (tmp_path / "tiny").mkdir()

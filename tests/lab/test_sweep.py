@@ -194,7 +194,7 @@ def test_bad_checkpoint_raises_before_training(tmp_path):
     bad = store.path(FAST, runs[1], ".checkpoint")
     bad.parent.mkdir()
     bad.write_text("junk")
-    with pytest.raises(StoreError, match=r"seed1.checkpoint cannot be read \(\w+: .*delete it"):
+    with pytest.raises(StoreError, match=r"seed1.checkpoint cannot be read \(\w+\): delete it"):
         train(FAST, runs, make_data(), store, observer)
     assert observer.begun_at == []
 

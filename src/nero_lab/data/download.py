@@ -65,7 +65,7 @@ def download(urls: Sequence[str], path: Path, checksum: str | None, progress: Pr
         path: where to write it; its folder is created.
         checksum: the expected checksum, as "sha256:..." or "md5:..."; None if the caller verifies the content.
         progress: called as bytes arrive.
-        remedy: advice that ends the error message if every mirror fails.
+        remedy: advice if every mirror fails, without a full stop.
 
     Raises:
         DataError: if every mirror fails, or the disk does.
@@ -80,7 +80,7 @@ def download(urls: Sequence[str], path: Path, checksum: str | None, progress: Pr
             else:
                 return
         tried = "\n".join(f"  {failure}" for failure in dict.fromkeys(failures)) or "  no mirror is known"
-        raise DataError(f"could not download {path.name}; tried:\n{tried}\n{remedy}")
+        raise DataError(f"could not download {path.name}. {remedy}. Tried:\n{tried}")
 
 
 def _fetch(url: str, part: Path, checksum: str | None, progress: Callable[[int, int], None] | None) -> None:

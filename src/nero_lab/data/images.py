@@ -131,7 +131,8 @@ def _cifar10_contents(folder: Folder) -> dict[str, bytes]:
         return {path.name: folder.read(path) for path in paths}
     archive = folder.find(sources.CIFAR10_ARCHIVE)
     if archive is None:
-        archive = folder.download(sources.CIFAR10_ARCHIVE, "", (sources.CIFAR10_ARCHIVE,))
+        missing = [name for name in names if folder.find(name) is None] if paths else []
+        archive = folder.download(sources.CIFAR10_ARCHIVE, "", tuple(missing) or (sources.CIFAR10_ARCHIVE,))
     inside = {f"{sources.FOLDERS['cifar10']}/{name}": name for name in names}
     members = formats.untar(folder.read(archive), inside, str(archive))
     return {

@@ -64,13 +64,18 @@ def perceptron(
 
 
 def form_of(task: Task, optimiser: str) -> str:
-    """Return the form of ``lr="auto"`` that trains a task like one of its contenders.
+    """Return the contender, or the form of ``lr="auto"``, that trains a task like one of its contenders.
 
     Raises:
         SettingError: if the contender is not the one that the forms derive from.
     """
     if optimiser in FORMS:
         return optimiser
+    if (given := task.contenders.get(optimiser)) is not None:
+        options = {**given.options, "depth": "auto", **FORMS["auto"]}
+        for name, contender in task.contenders.items():
+            if contender.optimiser == given.optimiser == "nero" and contender.options == options:
+                return name
     if optimiser != (trained := _nero_contender(task)):
         raise SettingError(f"{optimiser} has no learning rate auto: give it a number, or take --optimiser {trained}")
     return "auto"

@@ -6,7 +6,6 @@ a gate is a factor of at most one axis. ``"bias"`` stands for all else that move
 pulled to one: biases, coefficients, temperatures, tables of attention biases.
 """
 
-import copy
 import re
 from functools import lru_cache
 
@@ -137,12 +136,13 @@ def has_offset(norm: nn.Module) -> bool:
     """
     if any(True for _ in norm.children()):
         return False
-    probe = copy.copy(norm)
+    probe = object.__new__(type(norm))  # copy.copy would call __init__ of FSDP2's classes
     own = {key: each for key, each in norm._parameters.items() if each is not None}
     zeros = {key: nn.Parameter(torch.zeros(each.shape, device="cpu"), requires_grad=False) for key, each in own.items()}
     buffers = {
         key: each if each is None else torch.zeros(each.shape, device="cpu") for key, each in norm._buffers.items()
     }
+    vars(probe).update(vars(norm))
     vars(probe).update(_parameters={**norm._parameters, **zeros}, _buffers=buffers, training=False)
     width = next((each.shape[-1] for each in own.values() if each.dim()), 1)
     inputs = torch.arange(2.0 * width, device="cpu").reshape(1, 2, width)

@@ -327,6 +327,29 @@ def count_unequal_depths() -> float:
     return optimiser.param_groups[0]["depth"]
 
 
+class OffsetRMSNorm(nn.Module):
+    """A norm that scales by 1 + w, as in transformers, and is not built without a width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.rms_norm(inputs, inputs.shape[-1:]) * (1 + self.weight)
+
+
+def test_norm_of_its_own_shard_keeps_role(pools: Pools):
+    assert pools.run(2, norm_is_recognised) == [True, True]
+
+
+def norm_is_recognised() -> bool:
+    """Shard each layer by itself, as Accelerate does with the last norm; return whether the roles are the same."""
+    model = made(lambda: Layers(up=nn.Linear(4, 8), last=OffsetRMSNorm(8)))
+    expected = nero.roles_of(model)
+    fsdp_by_layer(model, mesh_of(2))
+    return expected["last.weight"].has_offset and nero.roles_of(model) == expected
+
+
 def test_frozen_and_unfrozen_shards_step_like_one_process(pools: Pools):
     pools.run(4, check_unfreezing)
 

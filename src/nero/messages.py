@@ -31,6 +31,9 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "differentiable": "a step of Nero cannot be differentiated: leave it out",
 }
 
+#: What to do where a library flattens parameters.
+SHARD_BY_FSDP2 = "shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+
 
 def warn(message: str) -> None:
     """Warn at the first frame outside of this package and torch, whose schedulers and hooks wrap an optimiser."""

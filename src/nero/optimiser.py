@@ -34,7 +34,7 @@ from nero.options import (
     own_options,
     warn_if_unpenalised,
 )
-from nero.parameters import check_gradients, check_trainable, warn_if_idle, warn_if_untrainable
+from nero.parameters import check_gradients, check_trainable, replaced, warn_if_idle, warn_if_untrainable
 from nero.pretrained import is_loaded_by_diffusers, warn_if_balanced, warn_if_redundant
 from nero.process import is_traced
 from nero.regrowth import Regrowth, add_missing_radii
@@ -382,18 +382,20 @@ class Nero(UnseenState):
 
     def _check_gradients(self) -> None:
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
+        self._replaced()
         trained = [part for part in self._trained() if part.group["on_nonfinite"] == "raise"]
         check_trainable(part[:2] for part in trained if not self._has_entered(part.parameter))
         check_gradients(part[:2] for part in trained)
+
+    def _replaced(self) -> list[Tensor]:
+        return replaced(self._state, (parameter for group in self.param_groups for parameter in group["params"]))
 
     def _replace_swapped(self) -> None:
         """Drop the state of parameters that are gone. If others took their place, initialise those.
 
         Accelerate does this: it shards a model and puts the sharded parameters into an optimiser made before.
         """
-        here = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        gone = [parameter for parameter in self._state if isinstance(parameter, Tensor) and id(parameter) not in here]
-        if not gone:
+        if not (gone := self._replaced()):
             return
         entering = [part for part in self.parts() if not self._has_entered(part.parameter)]
         check_trainable(part[:2] for part in entering if part.parameter.requires_grad)

@@ -1,13 +1,15 @@
 """Which parameters Nero can train, with errors that name the fix."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from nero.messages import warn
+from nero.messages import SHARD_BY_FSDP2, warn
 from nero.process import is_capturing
+from nero.roles import check_whole
 from nero.sharding import agreed_flags, check_sharding, local_of
 
 COMPLEX = "complex: hold it as a real parameter of twice the size (torch.view_as_real)"
@@ -17,11 +19,7 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     """Raise if a parameter cannot be added to the optimiser; a frozen one of a module may be of any dtype."""
     if is_lazy(parameter):
         raise ValueError(f"{name} has no shape yet: run a batch through the lazy layers before making the optimiser")
-    if getattr(parameter, "_is_flat_param", False):
-        raise TypeError(
-            f"{name} is a flat parameter of FSDP1, which cuts through neurons: shard with "
-            "torch.distributed.fsdp.fully_shard (FSDP2) instead"
-        )
+    check_whole(name, parameter)
     if parameter.requires_grad:
         _check_kind(name, parameter)
     # quantised weights of a module are integers too, and stay frozen
@@ -52,6 +50,26 @@ def warn_if_idle(parameters: Iterable[Tensor]) -> None:
             "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard "
             "replaced the model's parameters, make the optimiser after fully_shard"
         )
+
+
+def replaced(state: Mapping[Any, Mapping[str, Any]], parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have state and are not among these, which replaced them.
+
+    Raises:
+        TypeError: if all that replaced them are vectors, and some of them were not. DeepSpeed's ZeRO does this.
+    """
+    present = list(parameters)
+    own = {id(parameter) for parameter in present}
+    gone = [each for each in state if isinstance(each, Tensor) and id(each) not in own]
+    # by the state, since the parameters that are gone may be empty by now
+    had_matrices = any(state[each]["grad_norm"].dim() > 1 for each in gone if "grad_norm" in state[each])
+    new = [each for each in present if each.requires_grad]
+    if had_matrices and new and all(each.dim() == 1 for each in new):
+        raise TypeError(
+            f"a flat parameter of shape {tuple(new[0].shape)} replaced those of the optimiser, as in DeepSpeed's "
+            f"ZeRO, and cuts through neurons: {SHARD_BY_FSDP2}, or use ZeRO stage 0"
+        )
+    return gone
 
 
 def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized, typ
 from torch.nn.utils.weight_norm import WeightNorm
 
 from nero import known_layers
+from nero.messages import SHARD_BY_FSDP2
 from nero.role import Kind, Override, Role, overridden
 
 
@@ -52,7 +53,8 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
             :class:`Role`. The last match counts.
 
     Raises:
-        TypeError: if ``model`` is not a module, or an override is of an unknown type.
+        TypeError: if ``model`` is not a module, an override is of an unknown type, or FSDP1 or DeepSpeed's ZeRO-3
+            has flattened a parameter.
         ValueError: if the layers of a tied parameter disagree on its role, an override matches no parameter or does
             not fit its shape, a lazy layer has not run yet, or the model is wrapped in FSDP1.
 
@@ -114,6 +116,18 @@ def as_override(role: Role) -> str:
     )
 
 
+def check_whole(name: str, parameter: Tensor) -> None:
+    """Raise if FSDP1 or DeepSpeed's ZeRO-3 holds a parameter as a part of a flat one."""
+    library = ""
+    # FSDP1 marks its flat parameters so, and with use_orig_params=True the parts of them
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        library = "FSDP1"
+    elif hasattr(parameter, "ds_tensor") and not parameter.numel():  # GatheredParameters makes it whole for a while
+        library = "DeepSpeed's ZeRO-3"
+    if library:
+        raise TypeError(f"{name} is in a flat parameter of {library}, which cuts through neurons: {SHARD_BY_FSDP2}")
+
+
 def _claims(model: nn.Module) -> Iterator[tuple[str, Role, Tensor]]:
     """Yield every (name, role, parameter) of a model; a tied parameter comes once for each owner."""
     parametrized: dict[int, tuple[nn.Module, str]] = {}
@@ -121,7 +135,7 @@ def _claims(model: nn.Module) -> Iterator[tuple[str, Role, Tensor]]:
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
             raise ValueError(
                 f"{prefix or 'the model'} is wrapped in FSDP1 (FullyShardedDataParallel), which flattens weights "
-                "and cuts through neurons: shard with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+                f"and cuts through neurons: {SHARD_BY_FSDP2}"
             )
         if is_parametrized(module):
             for tensor_name, originals in cast(nn.ModuleDict, module.parametrizations).items():
@@ -135,6 +149,7 @@ def _claims(model: nn.Module) -> Iterator[tuple[str, Role, Tensor]]:
                     f"parameter {full_name!r} has no shape yet: run a batch through the lazy layers before "
                     "making the optimiser"
                 )
+            check_whole(full_name, parameter)
             if id(module) in parametrized:
                 layer, tensor_name = parametrized[id(module)]
                 role = _role_of_original(layer, tensor_name, cast(ParametrizationList, module), name, parameter)

@@ -6,6 +6,7 @@ import inspect
 import math
 import warnings
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -229,11 +230,58 @@ def test_untrainable_parameter_unfrozen_raises_before_step(values: Tensor, messa
     assert torch.equal(late, before[1]), "not even balanced"
 
 
-def test_flat_parameter_of_fsdp1_raises():
-    flat = nn.Parameter(torch.randn(10))
-    flat._is_flat_param = True
-    with pytest.raises(TypeError, match=r"FSDP1.*fully_shard"):
-        nero.Nero([("module._flat_param", flat)])
+FLAT = r"cuts through neurons: shard with .*fully_shard"
+
+
+def norm_between_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def flatten_groups(optimiser: nero.Nero) -> list[Tensor]:
+    """Replace the parameters of each group by half of their elements in a row, as DeepSpeed's ZeRO-1 and ZeRO-2 do."""
+    flat = []
+    for group in optimiser.param_groups:
+        row = torch.cat([parameter.detach().flatten() for parameter in group["params"]])
+        group["params"] = [row[: len(row) // 2].clone().requires_grad_()]
+        group["params"][0].grad = torch.zeros_like(group["params"][0])
+        flat += group["params"]
+    return flat
+
+
+@pytest.mark.parametrize("call", [nero.Nero.step, nero.Nero.state_dict])
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("given", [lambda model: model, nn.Module.parameters], ids=["model", "parameters"])
+def test_flat_parameters_in_the_groups_raise(given: Callable, on_nonfinite: str, call: Callable):
+    optimiser = nero.Nero(given(norm_between_layers()), on_nonfinite=on_nonfinite)
+    flat = flatten_groups(optimiser)
+    before = [each.detach().clone() for each in flat]
+    for _ in range(2):
+        with pytest.raises(TypeError, match=FLAT):
+            call(optimiser)
+    assert all(map(torch.equal, flat, before))
+
+
+def test_vectors_that_replace_vectors_enter():
+    optimiser = nero.Nero([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))])
+    flat = flatten_groups(optimiser)
+    optimiser.step()
+    assert optimiser.state[flat[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("mark", [{"_is_flat_param": True}, {"_fsdp_flattened": True}, {"ds_tensor": None}])
+@pytest.mark.parametrize("call", [nero.Nero, nero.balance_, nero.describe, lambda model: nero.Nero(model.parameters())])
+def test_flattened_parameter_of_a_model_raises(call: Callable, mark: dict):
+    model = norm_between_layers()
+    model[2].weight.data = torch.empty(0)
+    vars(model[2].weight).update(mark)
+    with pytest.raises(TypeError, match=FLAT):
+        call(model)
+
+
+def test_gathered_parameter_of_zero_3_is_balanced():
+    model = norm_between_layers()
+    model[2].weight.ds_tensor = torch.zeros(6)
+    assert nero.is_balanced(nero.balance_(model))
 
 
 @torch.inference_mode()

@@ -44,7 +44,7 @@ def balance_after_step(
     Raises:
         TypeError: if ``optimiser`` is not an optimiser, ``model`` is not a module, or a trainable parameter is complex.
         ValueError: if a constraint is unknown, the model is on the meta device, or the optimiser trains none of its
-            parameters.
+            parameters. A later step raises it if a framework has replaced the parameters in the optimiser.
 
     Example:
         >>> import nero
@@ -65,7 +65,8 @@ def balance_after_step(
     options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
     parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
     trained = _params_of(optimiser)
-    if trained.isdisjoint(map(id, model.parameters())):
+    shared = [parameter for parameter in model.parameters() if id(parameter) in trained]
+    if not shared:
         raise ValueError(
             f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
             "after the model is copied, cast or sharded"
@@ -93,6 +94,11 @@ def balance_after_step(
 
     def balance(has_moved: Callable[[Tensor], bool]) -> None:
         own = _params_of(optimiser)  # read at every step: add_param_group may have added some
+        if own and own.isdisjoint(map(id, shared)):
+            raise ValueError(
+                f"the parameters of {type(optimiser).__name__} were replaced after balance_after_step, which balances "
+                "none of the new ones: call it after the model is sharded, as by accelerator.prepare"
+            )
         balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
 
     if at_once:

@@ -505,6 +505,17 @@ def test_balance_after_step_with_bad_constraint_raises(option: str, value: objec
         nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, **{option: value})
 
 
+def test_balance_after_step_of_replaced_parameters_raises():
+    """As Accelerate replaces them when it shards a model."""
+    layer = nn.Linear(3, 2)
+    adam = torch.optim.Adam(layer.parameters())
+    nero.balance_after_step(adam, layer)
+    adam.step()
+    adam.param_groups[0]["params"] = [nn.Parameter(torch.ones_like(each)) for each in layer.parameters()]
+    with pytest.raises(ValueError, match=r"were replaced.*call it after"):
+        adam.step()
+
+
 def test_signature_lists_every_option():
     signature = inspect.signature(nero.Nero).parameters
     assert list(signature) == ["params", *(name for name in OPTIONS if name not in OF_GROUPS), "pretrained", "others"]

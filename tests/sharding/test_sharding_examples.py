@@ -1,4 +1,4 @@
-"""The examples of sharded training, and torchtitan's recipe on shards, in gloo processes."""
+"""The examples of sharded training, and the recipes of torchtitan and Trainer on shards, in gloo processes."""
 
 import contextlib
 import io
@@ -7,13 +7,14 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import memory
 import pytest
 import torch
-from sharding.layouts import Layers, assert_weights_close, give_gradients, gradients, mesh_of, placed
-from sharding.processes import Pools
-from torch import Tensor, nn
+from sharding.layouts import Layers, assert_weights_close, give_gradients, gradients, mesh_of, placed, weights
+from sharding.processes import Pool, Pools
+from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,6 +77,71 @@ def test_accelerate_example_learns_and_loads(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert_learnt(done.stdout, collectives=0)
     assert "equal to those saved" in done.stdout
+
+
+def test_trainer_recipe_on_shards_equals_replicas_and_resumes(tmp_path: Path):
+    """In processes of their own, since Accelerate keeps its state there."""
+    pool = Pool(2)
+    pool.limit_s = 240.0  # transformers takes long to import
+    try:
+        for replicas, shards, resumed in pool.run(train_by_trainer, tmp_path):
+            torch.testing.assert_close(resumed, shards, rtol=0, atol=0)
+            for run in (shards, replicas):
+                run["transformer.h.0.attn.c_attn.bias"][16:32] = 0  # of keys: their gradient is nothing but rounding
+            torch.testing.assert_close(shards, replicas, rtol=0, atol=1e-5)
+    finally:
+        pool.stop()
+
+
+def train_by_trainer(folder: Path) -> list[dict[str, Tensor]]:
+    """Train by the recipe in replicas, in shards, and in shards from a checkpoint; return the weights of each run."""
+    from test_docs import blocks_of
+    from test_recipes import sections
+
+    rank = str(distributed.get_rank())
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "0"}
+    names: dict[str, Any] = {"__name__": "page"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(EXAMPLES))
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        torch.manual_seed(0)
+        for text in (sections()[""], sections()["transformers.Trainer"]):
+            for block in blocks_of(text):
+                exec(block.code.partition("\nmake_trainer(")[0], names)  # the definitions alone
+        found = [train_gpt2(names)]
+        names["Trainer"] = trainer_with_fsdp2()
+        sharded = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+        found += [train_gpt2(names, **sharded), train_gpt2(names, "out/checkpoint-3", **sharded)]
+    return found
+
+
+def train_gpt2(names: dict[str, Any], checkpoint: str | None = None, **arguments: Any) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    config = names["config"]
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0  # each process would drop others
+    trainer = names["make_trainer"](names["GPT2LMHeadModel"](config), use_cpu=True, **arguments)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert all(isinstance(weight, DTensor) == bool(arguments) for weight in trainer.model.parameters())
+    groups = trainer.optimizer.param_groups
+    assert ("neuron", (0,)) in [(group["role"], group["fan_in_axes"]) for group in groups]  # a transposed layer
+    return weights(trainer.model)
+
+
+def trainer_with_fsdp2() -> type:
+    """Return a Trainer that uses FSDP2 on a CPU, where Accelerate would use DistributedDataParallel."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate_fsdp2 import rehearse_on_cpu
+    from transformers import Trainer
+
+    class ShardingTrainer(Trainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            rehearse_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = True
+
+    return ShardingTrainer
 
 
 def test_torchtitan_recipe_resumes_on_shards(pools: Pools, tmp_path: Path):

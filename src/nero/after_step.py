@@ -65,8 +65,7 @@ def balance_after_step(
     options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
     parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
     trained = _params_of(optimiser)
-    shared = [parameter for parameter in model.parameters() if id(parameter) in trained]
-    if not shared:
+    if trained.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
             "after the model is copied, cast or sharded"
@@ -90,11 +89,13 @@ def balance_after_step(
         (part.parameter, part.role, 1.0 if radius is None else radius)
         for part, radius in zip(parts, radii, strict=True)
     ]
+    # held, so that no other tensor gets their id()
+    known = [*model.parameters(), *(each for group in optimiser.param_groups for each in group["params"])]
     balancer = Balancer(neurons, fix_mean=fix_mean, fix_norm=bool(fix_norm))
 
     def balance(has_moved: Callable[[Tensor], bool]) -> None:
         own = _params_of(optimiser)  # read at every step: add_param_group may have added some
-        if own and own.isdisjoint(map(id, shared)):
+        if own and own.isdisjoint(map(id, known)):
             raise ValueError(
                 f"the parameters of {type(optimiser).__name__} were replaced after balance_after_step, which balances "
                 "none of the new ones: call it after the model is sharded, as by accelerator.prepare"

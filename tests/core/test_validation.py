@@ -516,6 +516,17 @@ def test_balance_after_step_of_replaced_parameters_raises():
         adam.step()
 
 
+def test_balance_after_step_of_a_part_no_longer_trained_goes_on():
+    model = norm_between_layers()
+    sgd = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+    nero.balance_after_step(sgd, model[0])
+    del sgd.param_groups[0]
+    before = model[0].weight.detach().clone()
+    model(torch.randn(4, 8)).square().mean().backward()
+    sgd.step()
+    assert torch.equal(model[0].weight, before)
+
+
 def test_signature_lists_every_option():
     signature = inspect.signature(nero.Nero).parameters
     assert list(signature) == ["params", *(name for name in OPTIONS if name not in OF_GROUPS), "pretrained", "others"]

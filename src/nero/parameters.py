@@ -63,7 +63,7 @@ def replaced(state: Mapping[Any, Mapping[str, Any]], parameters: Iterable[Tensor
     gone = [each for each in state if isinstance(each, Tensor) and id(each) not in own]
     # by the state, since the parameters that are gone may be empty by now
     had_matrices = any(state[each]["grad_norm"].dim() > 1 for each in gone if "grad_norm" in state[each])
-    new = [each for each in present if each.requires_grad]
+    new = [each for each in present if each.requires_grad and each not in state]
     if had_matrices and new and all(each.dim() == 1 for each in new):
         raise TypeError(
             f"a flat parameter of shape {tuple(new[0].shape)} replaced those of the optimiser, as in DeepSpeed's "

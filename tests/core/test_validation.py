@@ -268,6 +268,16 @@ def test_vectors_that_replace_vectors_enter():
     assert optimiser.state[flat[0]]["step"] == 1
 
 
+def test_groups_of_matrices_can_be_removed():
+    optimiser = nero.Nero(norm_between_layers())
+    optimiser.param_groups = [group for group in optimiser.param_groups if group["params"][0].dim() == 1]
+    bias = optimiser.param_groups[0]["params"][0]
+    bias.grad = torch.ones_like(bias)
+    before = bias.detach().clone()
+    optimiser.step()
+    assert not torch.equal(bias, before)
+
+
 @pytest.mark.parametrize("mark", [{"_is_flat_param": True}, {"_fsdp_flattened": True}, {"ds_tensor": None}])
 @pytest.mark.parametrize("call", [nero.Nero, nero.balance_, nero.describe, lambda model: nero.Nero(model.parameters())])
 def test_flattened_parameter_of_a_model_raises(call: Callable, mark: dict):

@@ -20,7 +20,6 @@ import optax
 
 import nero.jax
 
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 STEPS = 4
 
 
@@ -43,7 +42,7 @@ GRADS = [
 def trained(optimiser: Any, grads: Any = None, params: Any = None, update: Any = None) -> tuple[Any, Any]:
     """Return the parameters and the state after a step for each gradient."""
     params = PARAMS if params is None else params
-    state, update = optimiser.init(params), jit(optimiser.update) if update is None else update
+    state, update = optimiser.init(params), jax.jit(optimiser.update) if update is None else update
     for grad in GRADS if grads is None else grads:
         updates, state = update(grad, state, params)
         params = optax.apply_updates(params, updates)
@@ -71,7 +70,7 @@ def test_steps_leave_neurons_balanced(plain: Any):
 )
 def test_update_compiles_once(options: dict[str, Any]):
     optimiser = nero.jax.nero(**options)
-    update = jit(optimiser.update)
+    update = jax.jit(optimiser.update)
     trained(optimiser, update=update)
     assert update._cache_size() == 1
 
@@ -100,7 +99,7 @@ def test_injected_hyperparameters_step_alike_and_can_change(plain: Any):
     assert_close(found, plain, 1e-5)
     assert state.inner_state[0].momentum_buffer is None
     state.hyperparams["learning_rate"] = jnp.asarray(0.0)
-    updates, _ = jit(optimiser.update)(GRADS[0], state, found)
+    updates, _ = jax.jit(optimiser.update)(GRADS[0], state, found)
     assert not any(np.any(update) for update in jax.tree.leaves(updates))
 
 
@@ -162,7 +161,7 @@ def test_vmap_steps_each_network_alike(plain: Any):
     stack = partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     other = nero.jax.balance(jax.tree.map(lambda leaf: leaf + 1, PARAMS))
     params, grads = stack(PARAMS, other), [stack(grad, grad) for grad in GRADS]
-    state, update = jax.vmap(optimiser.init)(params), jit(jax.vmap(optimiser.update))
+    state, update = jax.vmap(optimiser.init)(params), jax.jit(jax.vmap(optimiser.update))
     for grad in grads:
         updates, state = update(grad, state, params)
         params = optax.apply_updates(params, updates)
@@ -221,7 +220,7 @@ print(json.dumps({
 
 def test_sharded_step_agrees_and_keeps_whole_neurons_local():
     """A step over a mesh of 2 x 2 devices; one test, since its process takes seconds."""
-    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SHARDED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -22,8 +22,6 @@ import nero.rule
 
 DTYPES = {torch.float64: jnp.float64, torch.float32: jnp.float32, torch.bfloat16: jnp.bfloat16}
 STEPS = 5
-#: Compiling takes nearly all the time of these tests.
-QUICKLY = {"xla_backend_optimization_level": 0}
 #: Cases that differ in shape alone, or in memory layout, are one to JAX; "maximize" is a negated gradient to optax.
 SAME = (
     *("wide", "tall", "one", "fan-in 3", "long", "conv3d", "1x1", "depth", "position", "experts", "transposed "),
@@ -96,10 +94,7 @@ def test_steps_agree_with_oracle(dtype: torch.dtype, cases: list[Case]):
             (starts, [sign * grad for sign, grad in zip(signs, grads, strict=True)]),
         )
         # all at once, which takes less time to compile than each alone
-        run = jax.jit(
-            lambda starts, grads: [trained(*each) for each in zip(cases, starts, grads, strict=True)],
-            compiler_options=QUICKLY,
-        )
+        run = jax.jit(lambda starts, grads: [trained(*each) for each in zip(cases, starts, grads, strict=True)])
         results = run(*arguments)
         for case, start, grad, (params, state) in zip(cases, starts, grads, results, strict=True):
             reference = Oracle(case, start)
@@ -121,7 +116,7 @@ def compiled(steps: int, **options: Any) -> Any:
 
         return jax.lax.scan(body, (params, optimiser.init(params)), length=steps)[0]
 
-    return jax.jit(run, compiler_options=QUICKLY)
+    return jax.jit(run)
 
 
 def step(params: Any, grads: Any, steps: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -158,7 +153,7 @@ def test_bad_and_zero_gradients_leave_their_neurons():
 def test_bad_gradient_keeps_average_and_momentum():
     grads = random_like(PARAMS, 1)
     optimiser = nero.jax.nero(momentum=0.9)
-    update = jax.jit(optimiser.update, compiler_options=QUICKLY)
+    update = jax.jit(optimiser.update)
     _, before = update(grads, optimiser.init(PARAMS), PARAMS)
     _, after = update({**grads, "kernel": grads["kernel"].at[0, 0].set(jnp.nan)}, before, PARAMS)
     for old, new in (

@@ -53,7 +53,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Run the tests that are :data:`TOGETHER` in one worker each.
+    """Run the tests that are :data:`TOGETHER` in one worker each, and so all cases of a function.
 
     The mark ``xdist_group`` would do so, but has no effect with pytest 9.2 and xdist 3.8.
     """
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     class OneWorkerForShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((name for name in TOGETHER if name in nodeid), nodeid)
+            return next((name for name in TOGETHER if name in nodeid), nodeid.partition("[")[0])
 
     return OneWorkerForShared(config, log)
 

@@ -344,6 +344,60 @@ def replicate_late(options: dict[str, Any], is_wrapped: bool, reload: str) -> li
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
+def test_processes_agree_on_the_greatest_depth(pools: Pools):
+    """No process counts alone, and if one cannot count, none does until all can."""
+    first, second = pools.run(2, count_in_replicas)
+    assert "not known yet (this is one of several processes" in first[0][0] == second[0][0]
+    assert "not known yet (ValueError: times is zero)" in first[0][1]
+    assert "not known yet (another process could not count it)" in second[0][1]
+    assert first[1] == second[1] == [5.0, 5.0]
+    assert first[2] == pytest.approx(second[2])
+
+
+class Loop(nn.Module):
+    """A layer that is called several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor, times: int) -> Tensor:
+        if not times:
+            raise ValueError("times is zero")
+        for _ in range(times):
+            inputs = self.layer(inputs)
+        return inputs
+
+
+def count_in_replicas() -> tuple[list[str], list[float], list[float]]:
+    """Train replicas whose depths differ; return the errors of steps, the depths, and the weights at the end."""
+    rank = distributed.get_rank()
+    errors, depths, weights = [], [], []
+    for wrapped_first in (False, True):
+        torch.manual_seed(0)
+        model = Loop()
+        if wrapped_first:
+            parallel = nn.parallel.DistributedDataParallel(model)
+            optimiser = nero.Nero(parallel, lr="auto")
+        else:
+            optimiser = nero.Nero(model, lr="auto")
+            model(torch.randn(4, 8), 1 + rank)  # outside of DistributedDataParallel
+            errors.append(error_of(optimiser.step)[1])
+            parallel = nn.parallel.DistributedDataParallel(model)
+            if rank == 0:
+                model(torch.randn(4, 8), 2)
+            error_of(parallel, torch.randn(4, 8), 2 * rank)  # fails on rank 0
+            errors.append(error_of(optimiser.step)[1])
+        torch.manual_seed(rank)
+        for times in (2 + 3 * rank, 1):
+            optimiser.zero_grad()
+            parallel(torch.randn(4, 8), times).square().mean().backward()
+            optimiser.step()
+        depths.append(optimiser.param_groups[0]["depth"])
+        weights += model.layer.weight.flatten().tolist()
+    return errors, depths, weights
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_changes_to_shards_between_steps_are_seen(axis: int, pools: Pools):
     pools.run(2, change_between_steps, axis)

@@ -20,7 +20,7 @@ UNTRACED = (torch.float64, torch.float16)
 #: Parts of the names of tests that share what takes long to make: processes, a site, a package, or compiled code.
 TOGETHER = (
     *("jax", "sharding/", "test_distributed_training.py", "test_site.py", "test_project.py", "test_bench.py"),
-    *("numba", "transformers"),
+    *("numba", "transformers", "test_sweep.py"),
 )
 WORKING = [name for name, backend in COMPILED.items() if backend.works()]
 

@@ -1,6 +1,7 @@
 """Many runs: resumed after an interrupt, side by side, chosen by the protocol, in processes, and not yet made."""
 
 import gc
+import multiprocessing
 import re
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from lab.helpers import (
     find_and_die,
     find_and_interrupt,
     find_fast,
+    find_slow,
     make_data,
 )
 
@@ -41,6 +43,17 @@ from nero_lab.sweep import search, train
 from nero_lab.tasks import TASKS
 
 TASK = replace(FAST, contenders={name: FAST.contenders[name] for name in ("sgd", "nero")})
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Fork the processes of a pool from one that has imported what they need, which takes four seconds to spawn.
+
+    The tests that run the command in a process of its own spawn theirs, as the command does.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lab.helpers", "nero_lab.pool", "torch._dynamo"])
+    monkeypatch.setattr(pool, "get_context", lambda _: context)
 
 
 @pytest.mark.parametrize("contender", TINY.contenders)
@@ -415,6 +428,7 @@ def test_plan_of_every_study_is_made():
         assert all(isinstance(settings, Settings) for cell in cells for settings in cell.missing)
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_train_all_but_a_run_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(pool, "STATUS_EVERY_S", 0.0)
     runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(3)], []
@@ -446,6 +460,7 @@ def test_processes_train_all_but_a_run_that_fails(tmp_path, monkeypatch):
     assert {record["side_by_side"] for record in read_records(tmp_path)} == {2}
 
 
+@pytest.mark.usefixtures("forked")
 def test_processes_interrupted_twice_save_their_runs(tmp_path):
     runs, lines = [TASK.settings("nero", 0.01, seed) for seed in range(2)], []
 
@@ -486,6 +501,7 @@ def test_interrupt_from_the_keyboard_spares_processes_that_start(tmp_path):
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
 
 
+@pytest.mark.usefixtures("forked")
 def test_runs_are_saved_when_a_process_dies(tmp_path):
     runs = [TASK.settings("nero", 0.01, seed) for seed in range(3)]
     with pytest.raises(StoreError, match="a process died while it trained tiny"):
@@ -530,6 +546,7 @@ def test_no_run_starts_after_the_minutes(tmp_path):
     assert lines[-1] == "1 run unfinished: repeat the command to continue"
 
 
+@pytest.mark.usefixtures("forked")
 def test_runs_under_way_are_saved_after_the_minutes(tmp_path, monkeypatch):
     runs, lines, begun = [TASK.settings("nero", 0.01, seed) for seed in range(2)], [], time.monotonic()
 
@@ -537,7 +554,7 @@ def test_runs_under_way_are_saved_after_the_minutes(tmp_path, monkeypatch):
         return begun if not any(line.endswith("starts") for line in lines) else begun + 61
 
     monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=clock))
-    assert train_in_processes(runs, None, CPU, tmp_path, 1, minutes=1.0, say=lines.append, find=find_fast) == 0
+    assert train_in_processes(runs, None, CPU, tmp_path, 1, minutes=1.0, say=lines.append, find=find_slow) == 0
     assert lines[-3:] == [
         "the time is over: saving the runs",
         f"0 of 2 runs done; records in {tmp_path}",

@@ -5,6 +5,7 @@ source folder, so that links between them hold. The site loads nothing from othe
 source files that a page links to become pages.
 """
 
+import gc
 import html
 import os
 import re
@@ -19,6 +20,8 @@ from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.osutil import relative_uri
+
+gc.disable()  # the build holds nearly all that it makes, and collecting takes an eighth of its time
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "src"))  # the docstrings of this checkout

@@ -32,6 +32,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("nero")
+# imports and collection make no garbage worth collecting
+gc.disable()
 # there are as many workers as cores, so more threads would only wait for one another
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -109,9 +111,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt everything that exists before the first test from garbage collection."""
+    """Exempt everything that exists before the first test from garbage collection, and collect seldom."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Generator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import hypothesis
 import pytest
@@ -39,12 +41,15 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # JAX takes three quarters of a GPU's memory when it starts, and leaves too little for torch and other processes
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# nearly all the time of the tests of JAX is XLA's, which compiles each function for the few steps of a test
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
-)
+# nearly all the time of the tests of JAX is XLA's, which compiles each function for the few steps of a test;
+# it aborts on flags that it does not know, and each version has others
+with suppress(PackageNotFoundError):
+    if version("jaxlib").startswith("0.10."):
+        os.environ.setdefault(
+            "XLA_FLAGS",
+            "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+        )
 # a graph of an earlier test that is freed during a capture would break it; torch before 2.9 always collects
 if hasattr(torch.compiler.config, "force_cudagraph_gc"):
     torch.compiler.config.force_cudagraph_gc = True

@@ -1,6 +1,7 @@
 """Balance under any other optimiser: a hook projects the neurons of a model after each step."""
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from nero.options import FixNorm, check_option
 from nero.pretrained import warn_if_balanced
 from nero.radius import initial_radius
 from nero.regrowth import grown_neurons
+from nero.sharding import is_sharded
+
+#: The id() of all parameters of the optimiser or the models, at the calls of :func:`balance_after_step`.
+_KNOWN: "WeakKeyDictionary[torch.optim.Optimizer, set[int]]" = WeakKeyDictionary()
 
 
 def balance_after_step(
@@ -44,7 +49,7 @@ def balance_after_step(
     Raises:
         TypeError: if ``optimiser`` is not an optimiser, ``model`` is not a module, or a trainable parameter is complex.
         ValueError: if a constraint is unknown, the model is on the meta device, or the optimiser trains none of its
-            parameters. A later step raises it if a framework has replaced the parameters in the optimiser.
+            parameters. A later step raises it if a framework has since sharded the parameters in the optimiser.
 
     Example:
         >>> import nero
@@ -65,6 +70,7 @@ def balance_after_step(
     options = {"fix_mean": fix_mean, "fix_norm": fix_norm}
     parts = [Part(name, parameter, role, options) for name, parameter, role in neurons_of(model, frozen=True)]
     trained = _params_of(optimiser)
+    whole = [parameter for parameter in _held(optimiser) if not is_sharded(parameter)]
     if trained.isdisjoint(map(id, model.parameters())):
         raise ValueError(
             f"{type(optimiser).__name__} trains no parameter of this {type(model).__name__}: make the optimiser "
@@ -89,16 +95,21 @@ def balance_after_step(
         (part.parameter, part.role, 1.0 if radius is None else radius)
         for part, radius in zip(parts, radii, strict=True)
     ]
-    # held, so that no other tensor gets their id()
-    known = [*model.parameters(), *(each for group in optimiser.param_groups for each in group["params"])]
+    known = _KNOWN.setdefault(optimiser, set())
+    known |= trained | set(map(id, model.parameters()))
     balancer = Balancer(neurons, fix_mean=fix_mean, fix_norm=bool(fix_norm))
 
     def balance(has_moved: Callable[[Tensor], bool]) -> None:
         own = _params_of(optimiser)  # read at every step: add_param_group may have added some
-        if own and own.isdisjoint(map(id, known)):
+        new = own - known
+        if (
+            new
+            and any(id(each) in new and is_sharded(each) for each in _held(optimiser))
+            and any(id(each) not in own for each in whole)
+        ):
             raise ValueError(
-                f"the parameters of {type(optimiser).__name__} were replaced after balance_after_step, which balances "
-                "none of the new ones: call it after the model is sharded, as by accelerator.prepare"
+                f"the parameters of {type(optimiser).__name__} were sharded after balance_after_step, which does not "
+                "balance the new ones: call it after the model is sharded, as by accelerator.prepare"
             )
         balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
 
@@ -115,5 +126,9 @@ def unwrapped(optimiser: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimiser
 
 
+def _held(optimiser: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimiser.param_groups for parameter in group["params"]]
+
+
 def _params_of(optimiser: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimiser.param_groups for parameter in group["params"]}
+    return {id(parameter) for parameter in _held(optimiser)}

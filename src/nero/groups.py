@@ -13,7 +13,7 @@ from nero.messages import and_more, warn
 from nero.options import OPTIONS, check_lr, check_option, check_options, make_plain, own_options
 from nero.parameters import check_parameter
 from nero.role import Override, Role
-from nero.roles import check_whole, role_from_shape, roles_of
+from nero.roles import check_unflattened, role_from_shape, roles_of
 from nero.rounding import HALVES
 from nero.scalars import IMMUTABLE, are_same, as_float
 from nero.sharding import local_of
@@ -181,14 +181,15 @@ def check_roles(groups: Sequence[dict[str, Any]], group: dict[str, Any], roles: 
         if known is None:
             continue
         name = name_of(groups, group, index)
-        check_whole(name, parameter)
         try:
             role = role_in(group, parameter)
         except ValueError as error:
+            check_unflattened([(name, parameter)])
             raise ValueError(
                 f"{name} was added as {known}: make another optimiser to change a role ({error})"
             ) from error
         if role != known:
+            check_unflattened([(name, parameter)])
             raise ValueError(
                 f"{name} was added as {known}, and its group now says {role}: make another optimiser to change a role"
             )

@@ -39,6 +39,7 @@ from nero.pretrained import is_loaded_by_diffusers, warn_if_balanced, warn_if_re
 from nero.process import is_traced
 from nero.regrowth import Regrowth, add_missing_radii
 from nero.role import Role
+from nero.roles import check_unflattened
 from nero.sharding import is_sharded, local_of, sharding_of, totals
 from nero.state import UnseenState, groups_of, initial_state, read_again
 
@@ -185,6 +186,7 @@ class Nero(UnseenState):
         self._roles: dict[Tensor, Role] = {}
         self._reset()
         super().__init__(param_groups(params) if isinstance(params, nn.Module) else params, defaults)
+        check_unflattened((part.name, part.parameter) for part in self.parts())
         warn_if_unpenalised(gain_penalty, (part.role.kind for part in self.parts() if part.group["gain_penalty"]))
         if nesterov and not any(group["momentum"] for group in self.param_groups):
             raise ValueError("nesterov=True needs momentum: give momentum=0.9, or leave nesterov out")
@@ -212,6 +214,7 @@ class Nero(UnseenState):
             if not self._is_made:  # the constructor adds all groups before it balances any
                 return
             added = [part for part in self.parts() if any(part.group is group for group in self.param_groups[count:])]
+            check_unflattened((part.name, part.parameter) for part in self.parts())
             check_trainable(part[:2] for part in added if part.parameter.requires_grad)
         except BaseException:
             for group in self.param_groups[count:]:
@@ -382,20 +385,17 @@ class Nero(UnseenState):
 
     def _check_gradients(self) -> None:
         """Raise for gradients that are not finite where on_nonfinite="raise"; check new parameters first."""
-        self._replaced()
+        replaced(self._state, self.param_groups)
         trained = [part for part in self._trained() if part.group["on_nonfinite"] == "raise"]
         check_trainable(part[:2] for part in trained if not self._has_entered(part.parameter))
         check_gradients(part[:2] for part in trained)
-
-    def _replaced(self) -> list[Tensor]:
-        return replaced(self._state, (parameter for group in self.param_groups for parameter in group["params"]))
 
     def _replace_swapped(self) -> None:
         """Drop the state of parameters that are gone. If others took their place, initialise those.
 
         Accelerate does this: it shards a model and puts the sharded parameters into an optimiser made before.
         """
-        if not (gone := self._replaced()):
+        if not (gone := replaced(self._state, self.param_groups)):
             return
         entering = [part for part in self.parts() if not self._has_entered(part.parameter)]
         check_trainable(part[:2] for part in entering if part.parameter.requires_grad)

@@ -42,34 +42,40 @@ def warn_if_untrainable(parameters: Iterable[Tensor]) -> None:
 
 def warn_if_idle(parameters: Iterable[Tensor]) -> None:
     """Warn if a step of a distributed run, none of whose parameters is sharded, finds no gradient."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    if all(parameter.grad is None for parameter in parameters):
+    if is_distributed() and all(parameter.grad is None for parameter in parameters):
         warn(
             "no parameter of the optimiser has a gradient, so this step changes nothing: if fully_shard "
             "replaced the model's parameters, make the optimiser after fully_shard"
         )
 
 
-def replaced(state: Mapping[Any, Mapping[str, Any]], parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that have state and are not among these, which replaced them.
+def replaced(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """Return the parameters that have state, but are in no group any more.
 
     Raises:
-        TypeError: if all that replaced them are vectors, and some of them were not. DeepSpeed's ZeRO does this.
+        TypeError: if DeepSpeed's ZeRO seems to have replaced them: in a distributed run, some were matrices, and each
+            group now has one new vector.
     """
-    present = list(parameters)
-    own = {id(parameter) for parameter in present}
+    held = [group["params"] for group in groups if group["params"]]
+    own = {id(parameter) for params in held for parameter in params}
     gone = [each for each in state if isinstance(each, Tensor) and id(each) not in own]
     # by the state, since the parameters that are gone may be empty by now
     had_matrices = any(state[each]["grad_norm"].dim() > 1 for each in gone if "grad_norm" in state[each])
-    new = [each for each in present if each.requires_grad and each not in state]
-    if had_matrices and new and all(each.dim() == 1 for each in new):
+    if had_matrices and is_distributed() and held and all(_is_new_vector(params, state) for params in held):
         raise TypeError(
-            f"a flat parameter of shape {tuple(new[0].shape)} replaced those of the optimiser, as in DeepSpeed's "
+            f"a flat parameter of shape {tuple(held[0][0].shape)} replaced those of the optimiser, as in DeepSpeed's "
             f"ZeRO, and cuts through neurons: {SHARD_BY_FSDP2}, or use ZeRO stage 0"
         )
     return gone
+
+
+def is_distributed() -> bool:
+    """Return whether this process is one of several."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _is_new_vector(params: Sequence[Tensor], state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    return len(params) == 1 and params[0].dim() == 1 and "grad_norm" not in state.get(params[0], {})
 
 
 def check_trainable(named: Iterable[tuple[str, Tensor]]) -> None:

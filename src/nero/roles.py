@@ -67,6 +67,7 @@ def roles_of(model: nn.Module, overrides: Mapping[str, Override] | None = None) 
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}: give the model itself")
+    check_unflattened(model.named_parameters())
     claims: dict[int, list[tuple[str, Role]]] = {}
     for name, role, parameter in _claims(model):
         claims.setdefault(id(parameter), []).append((name, role))
@@ -117,15 +118,25 @@ def as_override(role: Role) -> str:
 
 
 def check_whole(name: str, parameter: Tensor) -> None:
-    """Raise if FSDP1 or DeepSpeed's ZeRO-3 holds a parameter as a part of a flat one."""
-    library = ""
-    # FSDP1 marks its flat parameters so, and with use_orig_params=True the parts of them
-    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
-        library = "FSDP1"
-    elif hasattr(parameter, "ds_tensor") and not parameter.numel():  # GatheredParameters makes it whole for a while
-        library = "DeepSpeed's ZeRO-3"
-    if library:
-        raise TypeError(f"{name} is in a flat parameter of {library}, which cuts through neurons: {SHARD_BY_FSDP2}")
+    """Raise if a parameter is a flat one of FSDP1, or DeepSpeed's ZeRO-3 holds it in one."""
+    if getattr(parameter, "_is_flat_param", False):
+        raise _flattened(name, "FSDP1")
+    if hasattr(parameter, "ds_tensor") and not parameter.numel():  # GatheredParameters makes it whole for a while
+        raise _flattened(name, "DeepSpeed's ZeRO-3")
+
+
+def check_unflattened(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if FSDP1 holds these parameters in flat ones, as with ``use_orig_params=True``.
+
+    All have one axis then. Within ``summon_full_params``, and without sharding, they have their own.
+    """
+    kept = [(name, parameter) for name, parameter in named if getattr(parameter, "_fsdp_flattened", False)]
+    if kept and all(parameter.dim() < 2 for _, parameter in kept):
+        raise _flattened(kept[0][0], "FSDP1")
+
+
+def _flattened(name: str, library: str) -> TypeError:
+    return TypeError(f"{name} is in a flat parameter of {library}, which cuts through neurons: {SHARD_BY_FSDP2}")
 
 
 def _claims(model: nn.Module) -> Iterator[tuple[str, Role, Tensor]]:

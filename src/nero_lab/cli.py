@@ -158,7 +158,7 @@ def run(
     """Train once, or resume an unfinished run with the same settings."""
     optimiser = optimiser or next(iter(task_named(task).contenders))
     if lr == "auto":
-        optimiser, lr = depth.form_of(task_named(task), optimiser), None
+        optimiser, lr = depth.form_of(task_named(task), optimiser), str(depth.TRUST)
     chosen = task_named(task, optimiser)
     settings = chosen.settings(optimiser, None if lr is None else _rate(lr), seed, epochs, precision)
     chosen.check_installed(optimiser)

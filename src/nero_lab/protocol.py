@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -98,7 +97,8 @@ class Task:
         seeds: the number of seeds at each contender's best rate.
         precision: the precision of a run, unless the user names one.
         is_compiled: compile the network on a GPU: the items of its module lists, such as the blocks of a transformer,
-            or the whole if it has no such list; of a GAN, both networks. Steps are CUDA graphs in either case.
+            or the whole if it has no such list (of an ``nn.Sequential``, torch compiles only items of other libraries);
+            of a GAN, both networks. Steps are CUDA graphs in either case.
     """
 
     name: str
@@ -140,7 +140,7 @@ class Task:
             SettingError: if a value is impossible for this task.
         """
         if contender not in self.contenders:
-            raise SettingError(f"{self.name} has no optimiser {contender!r}: {suggestion(contender, self.contenders)}")
+            raise SettingError(f"{self.name} has no optimiser {contender!r}: take one of {', '.join(self.contenders)}")
         lr = self.contenders[contender].best if lr is None else lr
         epochs = self.epochs if epochs is None else epochs
         chosen = self.precision if precision is None else precision_named(precision)
@@ -188,13 +188,6 @@ class Settings:
     epochs: int
     precision: Precision
     data: str | None = None
-
-
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the one that was meant, or all that there are."""
-    names = list(names)
-    close = [each for each in names if each.startswith(name.lower())] or get_close_matches(name.lower(), names, 1)
-    return f"did you mean {close[0]}?" if name and close else f"take one of {', '.join(names)}"
 
 
 def precision_named(name: str) -> Precision:

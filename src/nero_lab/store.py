@@ -105,11 +105,11 @@ class Store:
         if path.exists():
             record = _parse_record(_read(path), str(path))
         else:
-            record = next((each for each in self._packed if all(each.get(key) == wanted[key] for key in wanted)), {})
+            record = next((each for each in self._packed if not _differing(each, wanted)), {})
             if not record:
                 return None
             where, remedy = record["path"], "delete that line"
-        if differing := [key for key, value in wanted.items() if record.get(key, EARLIER.get(key)) != value]:
+        if differing := _differing(record, wanted):
             key = differing[0]
             raise StoreError(f"{where} is the record of another run with {key} {record.get(key)!r}: {remedy}")
         if (count := len(record["curve"].get(task.metric, ()))) != settings.epochs:
@@ -170,13 +170,18 @@ class Store:
             found = dict(state["run"])
         except KeyError:
             raise misfit(path, "lacks 'run'") from None
-        except PermissionError as error:
-            raise StoreError(f"{path} cannot be read ({error.strerror}): fix its permissions") from error
-        except Exception as error:  # torch's own text speaks of other causes
+        except (OSError, MemoryError) as error:
+            raise StoreError(
+                f"{path} cannot be read ({str(error) or 'too little memory'}): fix that, and run again"
+            ) from error
+        except Exception as error:
+            if "memory" in str(error):
+                raise StoreError(f"{path} cannot be read, for lack of memory: free some, and run again") from error
             raise StoreError(f"{path} cannot be read ({type(error).__name__}): {DELETE_IT}") from error
         wanted = _identity(task, settings, device)
         if (writer := found.get("nero")) != nero.__version__:
-            raise StoreError(f"{path} was written by nero {writer}, and this is nero {nero.__version__}: {DELETE_IT}")
+            writer = f"nero {writer}" if writer else "an earlier nero"
+            raise StoreError(f"{path} was written by {writer}, and this is nero {nero.__version__}: {DELETE_IT}")
         if differing := [key for key in wanted | found if found.get(key) != wanted.get(key)]:
             key = differing[0]
             raise StoreError(
@@ -380,6 +385,10 @@ def _identity(task: Task, settings: Settings, device: torch.device) -> dict[str,
         "device": device.type,
         "nero": nero.__version__,
     }
+
+
+def _differing(record: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    return [key for key, value in wanted.items() if record.get(key, EARLIER.get(key)) != value]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -251,9 +251,13 @@ def flatten_groups(optimiser: nero.Nero) -> list[Tensor]:
 @pytest.mark.parametrize("call", [nero.Nero.step, nero.Nero.state_dict])
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize("given", [lambda model: model, nn.Module.parameters], ids=["model", "parameters"])
-def test_flat_parameters_in_the_groups_raise(given: Callable, on_nonfinite: str, call: Callable):
+def test_flat_parameters_in_the_groups_raise(
+    given: Callable, on_nonfinite: str, call: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(nero.parameters, "is_distributed", lambda: True)
     optimiser = nero.Nero(given(norm_between_layers()), on_nonfinite=on_nonfinite)
     flat = flatten_groups(optimiser)
+    assert not optimiser.state[flat[0]]  # looking makes an entry
     before = [each.detach().clone() for each in flat]
     for _ in range(2):
         with pytest.raises(TypeError, match=FLAT):
@@ -268,14 +272,29 @@ def test_vectors_that_replace_vectors_enter():
     assert optimiser.state[flat[0]]["step"] == 1
 
 
-def test_groups_of_matrices_can_be_removed():
-    optimiser = nero.Nero(norm_between_layers())
+@pytest.mark.parametrize("was_frozen", [True, False])
+def test_groups_of_matrices_can_be_removed(was_frozen: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nero.parameters, "is_distributed", lambda: True)
+    model = norm_between_layers()
+    vectors = [each for each in model.parameters() if each.dim() == 1]
+    for each in vectors:
+        each.requires_grad_(not was_frozen)
+    optimiser = nero.Nero(model)
     optimiser.param_groups = [group for group in optimiser.param_groups if group["params"][0].dim() == 1]
-    bias = optimiser.param_groups[0]["params"][0]
-    bias.grad = torch.ones_like(bias)
-    before = bias.detach().clone()
+    for each in vectors:
+        each.requires_grad_().grad = torch.ones_like(each)
+    before = [each.detach().clone() for each in vectors]
     optimiser.step()
-    assert not torch.equal(bias, before)
+    assert not any(map(torch.equal, vectors, before))
+
+
+def test_layer_swapped_for_a_norm_is_trained():
+    optimiser = nero.Nero(list(nn.Linear(6, 2).parameters()))
+    norm = nn.LayerNorm(6)
+    optimiser.param_groups[0]["params"] = list(norm.parameters())
+    norm.weight.grad = torch.ones(6)
+    optimiser.step()
+    assert (norm.weight != 1).all()
 
 
 @pytest.mark.parametrize("mark", [{"_is_flat_param": True}, {"_fsdp_flattened": True}, {"ds_tensor": None}])
@@ -286,6 +305,15 @@ def test_flattened_parameter_of_a_model_raises(call: Callable, mark: dict):
     vars(model[2].weight).update(mark)
     with pytest.raises(TypeError, match=FLAT):
         call(model)
+
+
+def test_whole_parameters_of_fsdp1_are_balanced():
+    """As within summon_full_params, or without sharding."""
+    model = norm_between_layers()
+    for parameter in model.parameters():
+        parameter._fsdp_flattened = True
+    assert nero.is_balanced(nero.balance_(model))
+    assert len(list(nero.Nero(model.parameters()).parts())) == 6
 
 
 def test_gathered_parameter_of_zero_3_is_balanced():
@@ -515,26 +543,36 @@ def test_balance_after_step_with_bad_constraint_raises(option: str, value: objec
         nero.balance_after_step(torch.optim.SGD(layer.parameters()), layer, **{option: value})
 
 
-def test_balance_after_step_of_replaced_parameters_raises():
-    """As Accelerate replaces them when it shards a model."""
+def test_balance_after_step_before_sharding_raises(monkeypatch: pytest.MonkeyPatch):
+    """As Accelerate replaces the parameters in the optimiser when it shards a model."""
     layer = nn.Linear(3, 2)
+    shards = [nn.Parameter(torch.randn_like(each)) for each in layer.parameters()]
+    monkeypatch.setattr(nero.after_step, "is_sharded", lambda tensor: any(tensor is each for each in shards))
     adam = torch.optim.Adam(layer.parameters())
     nero.balance_after_step(adam, layer)
     adam.step()
-    adam.param_groups[0]["params"] = [nn.Parameter(torch.ones_like(each)) for each in layer.parameters()]
-    with pytest.raises(ValueError, match=r"were replaced.*call it after"):
+    adam.param_groups[0]["params"] = shards
+    with pytest.raises(ValueError, match=r"were sharded.*call it after"):
         adam.step()
+    layer.weight, layer.bias = shards
+    nero.balance_after_step(adam, layer)
+    adam.step()
+    assert nero.is_balanced(layer)
 
 
-def test_balance_after_step_of_a_part_no_longer_trained_goes_on():
-    model = norm_between_layers()
+def test_balance_after_step_lets_parameters_come_and_go():
+    model, other = norm_between_layers(), norm_between_layers()
     sgd = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
     nero.balance_after_step(sgd, model[0])
     del sgd.param_groups[0]
-    before = model[0].weight.detach().clone()
-    model(torch.randn(4, 8)).square().mean().backward()
     sgd.step()
-    assert torch.equal(model[0].weight, before)
+    sgd.param_groups.clear()
+    sgd.add_param_group({"params": other.parameters()})
+    nero.balance_after_step(sgd, other)
+    sgd.step()
+    assert nero.is_balanced(other)
+    sgd.param_groups[0]["params"] = list(nn.Linear(3, 2).parameters())
+    sgd.step()
 
 
 def test_signature_lists_every_option():

@@ -198,6 +198,26 @@ def test_checkpoint_of_another_version_raises(tmp_path, monkeypatch):
         store.begin(FAST, settings, CPU)
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files.: fix that, and run again"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "lack of memory: free some, and run again"),
+        (MemoryError(), "too little memory.: fix that, and run again"),
+        (RuntimeError("PytorchStreamReader failed"), "RuntimeError.: delete it"),
+    ],
+)
+def test_checkpoint_is_condemned_only_if_damaged(error, message, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    store, settings = Store(tmp_path), FAST.settings("adam")
+    save_one_step(store, settings)
+    monkeypatch.setattr(torch, "load", fail)
+    with pytest.raises(StoreError, match=message):
+        store.begin(FAST, settings, CPU)
+
+
 def test_checkpoint_with_unknown_setting_raises(tmp_path):
     store, settings = Store(tmp_path), FAST.settings("adam")
     path = save_one_step(store, settings)
@@ -257,6 +277,8 @@ def test_record_without_precision_counts_as_float32(tmp_path):
     del record["precision"]
     store.path(FAST, settings, ".json").write_text(json.dumps(record))
     assert store.record(FAST, settings) == record
+    pack_records(tmp_path)
+    assert Store(tmp_path).record(FAST, settings)["seed"] == 0
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.2], None])

@@ -221,9 +221,7 @@ def test_run_name_lists_departures_from_the_paper():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"contender": "nerro"}, r"did you mean nero\?"),
-        ({"contender": "Adam"}, r"did you mean adam\?"),
-        ({"contender": "muon"}, "take one of nero, lamb"),
+        ({"contender": "nerro"}, "take one of nero"),
         ({"lr": -1.0}, "learning rate"),
         ({"lr": math.nan}, "learning rate"),
         ({"lr": 1e40}, "learning rate"),

@@ -1,6 +1,8 @@
 """The tasks of the lab by name: the paper's experiments, the studies of claims, of today, and of depth."""
 
-from nero_lab.protocol import SettingError, Task, suggestion
+from difflib import get_close_matches
+
+from nero_lab.protocol import SettingError, Task
 from nero_lab.tasks import depth, paper, today
 from nero_lab.tasks.paper import cgan, cifar10, imagenet, mnist, pong
 
@@ -18,7 +20,9 @@ def task_named(name: str, *optimisers: str) -> Task:
             their grid (:func:`nero_lab.tasks.depth.by_depth`). Otherwise it comes as it is.
     """
     if name not in TASKS:
-        raise SettingError(f"there is no task {name!r}: {suggestion(name, TASKS)}")
+        close = [task for task in TASKS if task.startswith(name)] or get_close_matches(name, TASKS, 1)
+        fix = f"did you mean {close[0]}?" if close else f"take one of {', '.join(TASKS)}"
+        raise SettingError(f"there is no task {name!r}: {fix}")
     if depth.FORMS.keys().isdisjoint(optimisers):
         return TASKS[name]
     if others := sorted(set(optimisers) - depth.FORMS.keys()):

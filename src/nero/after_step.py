@@ -14,6 +14,7 @@ from nero.options import FixNorm, check_option
 from nero.pretrained import warn_if_balanced
 from nero.radius import initial_radius
 from nero.regrowth import grown_neurons
+from nero.roles import check_unflattened
 from nero.sharding import is_sharded
 
 #: The id() of all parameters of the optimiser or the models, at the calls of :func:`balance_after_step`.
@@ -111,7 +112,11 @@ def balance_after_step(
                 f"the parameters of {type(optimiser).__name__} were sharded after balance_after_step, which does not "
                 "balance the new ones: call it after the model is sharded, as by accelerator.prepare"
             )
-        balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
+        try:
+            balancer(lambda parameter: id(parameter) in own and parameter.requires_grad and has_moved(parameter))
+        except IndexError:  # an axis is gone
+            check_unflattened((part.name, part.parameter) for part in parts)
+            raise
 
     if at_once:
         balance(lambda _: True)

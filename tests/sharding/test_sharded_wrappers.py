@@ -288,21 +288,23 @@ def shard_optimiser() -> tuple[list[str], list[str], float]:
     return messages[0], messages[1], off
 
 
-@pytest.mark.parametrize("is_before", [True, False], ids=["before", "after"])
-def test_parameters_kept_by_fsdp1_raise(is_before: bool, pools: Pools):
+@pytest.mark.parametrize("when", ["before", "after", "hook"])
+def test_parameters_kept_by_fsdp1_raise(when: str, pools: Pools):
     """With use_orig_params=True, the parameters stay in the model, as parts of a flat one."""
-    for kind, message in pools.run(2, wrap_in_fsdp1, is_before):
+    for kind, message in pools.run(2, wrap_in_fsdp1, when):
         assert kind == "TypeError"
         assert "FSDP1, which cuts through neurons" in message
 
 
-def wrap_in_fsdp1(is_before: bool) -> tuple[str, str]:
+def wrap_in_fsdp1(when: str) -> tuple[str, str]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimiser = nero.Nero(model) if is_before else None
+    optimiser = nero.Nero(model) if when == "before" else torch.optim.Adam(model.parameters())
+    if when == "hook":
+        nero.balance_after_step(optimiser, model)
     wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
-    if optimiser is None:
+    if when == "after":
         return error_of(nero.Nero, wrapped.parameters())
     wrapped(torch.randn(8, 4)).square().mean().backward()
     return error_of(optimiser.step)

@@ -263,6 +263,19 @@ def test_module_that_is_gone_before_the_count_is_named():
         optimiser.step()
 
 
+def test_list_of_blocks_is_counted_by_the_whole_model():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    blocks = nn.ModuleList(model[1])
+    optimiser = nero.Nero(blocks, lr="auto")
+    model(torch.randn(4, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"ModuleList has no forward pass: call optimiser.count_depth\(model\)"):
+        optimiser.step()
+    optimiser.count_depth(model)
+    model(torch.randn(4, 8)).sum().backward()
+    optimiser.step()
+    assert optimiser.param_groups[0]["depth"] == 2
+
+
 def test_depth_counted_as_the_error_advises_equals_auto():
     """The depth of a network that adds branches depends on the weights, so they must be balanced first."""
     torch.manual_seed(0)

@@ -114,6 +114,11 @@ class DepthCounter:
                 f", since {name} ran within torch.func or torch.vmap, or with other tensors as its parameters: run "
                 "model(inputs) once before the first step"
             )
+        if isinstance(model, nn.ModuleList | nn.ModuleDict):
+            return (
+                f", since a {name} has no forward pass: call optimiser.count_depth(model) with the whole model and run "
+                "it once more, or set depth"
+            )
         return (
             f", since the forward pass of {name} has not run with gradients, or ran compiled: run the whole model, as "
             f"self(inputs) does in a training_step; or count by {_BY_HAND}"

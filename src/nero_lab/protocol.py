@@ -97,7 +97,7 @@ class Task:
         seeds: the number of seeds at each contender's best rate.
         precision: the precision of a run, unless the user names one.
         is_compiled: compile the network on a GPU: the items of its module lists, such as the blocks of a transformer,
-            or the whole if it has no such list (of an ``nn.Sequential``, torch compiles only items of other libraries);
+            or the whole if it has no such list (of an ``nn.Sequential``, only the items that are not torch's own);
             of a GAN, both networks. Steps are CUDA graphs in either case.
     """
 

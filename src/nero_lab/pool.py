@@ -29,6 +29,8 @@ from nero_lab.tasks import task_named
 #: Finds the task of a run and its data, on a device. Workers import it, so it is a function of a module.
 Find: TypeAlias = Callable[[Settings, Path | None, torch.device], tuple[Task, Dataset | Game]]
 
+#: Answer when a run is under way; another one follows.
+BEGUN = "begun"
 #: Answer for a run that another command makes.
 BUSY = "another command makes it, so it comes last"
 #: Time between two looks at the clock and at interrupts.
@@ -109,16 +111,20 @@ def train_in_processes(
                 active[pipe] = place
                 with suppress(OSError):  # a process that has died answers with an end of file
                     pipe.send((place, runs[place]))
-                report.started(place)
+                report.sent(place)
             ready = wait(list(active), POLL_EVERY_S)
             for pipe in [each for each in active if each in ready]:
-                place = active.pop(pipe)
+                place = active[pipe]
                 try:
                     result, fault = pipe.recv()
                 except (EOFError, OSError):
                     result, fault, dead = None, "", runs[place].task
                 else:
+                    if fault == BEGUN:
+                        report.begun(place)
+                        continue
                     idle.append(pipe)
+                del active[pipe]
                 if fault == BUSY:
                     report.left(place)
                     waiting.append(place)
@@ -174,11 +180,14 @@ class _Report:
         if device.type == "cuda" and processes > 1 and not _has_mps():
             self.say("NVIDIA's MPS is not running, so processes take turns on the GPU: `nvidia-cuda-mps-control -d`")
 
-    def started(self, place: int) -> None:
-        """Say that a run starts."""
+    def sent(self, place: int) -> None:
+        """Count a run that was sent to a process."""
         self.active.append(place)
-        if place not in self.busy:
-            self.say(f"{_name(self.runs[place])}: starts")
+
+    def begun(self, place: int) -> None:
+        """Say that a run starts, or where it continues."""
+        first = self.first[place]
+        self.say(f"{_name(self.runs[place])}: {f'continues at {first:.0%}' if first else 'starts'}")
 
     def ended(self, place: int, result: str | None) -> None:
         """Say that a run has ended with this result, or nothing if it was interrupted."""
@@ -271,6 +280,7 @@ class _Worker(RunObserver):
 
     def __init__(
         self,
+        pipe: Connection,
         stop: Event,
         folder: Path | None,
         device: torch.device,
@@ -280,14 +290,16 @@ class _Worker(RunObserver):
         first: MutableSequence[float],
         share: MutableSequence[float],
     ) -> None:
-        self.stop, self.folder, self.device, self.store, self.find = stop, folder, device, Store(root), find
-        self.processes, self.first, self.share, self.busy = processes, first, share, threading.Lock()
-        self.task, self.place, self.is_stopping = "", 0, False
+        self.pipe, self.stop, self.folder, self.device, self.find = pipe, stop, folder, device, find
+        self.store, self.processes, self.first, self.share = Store(root), processes, first, share
+        self.task, self.place, self.is_stopping, self.busy = "", 0, False, threading.Lock()
 
     def begun(self, training: Training | Snapshot) -> None:
         if isinstance(training, Training):
             training.side_by_side = self.processes  # they share the device
         self.first[self.place] = self.share[self.place] = _share(training)
+        with suppress(OSError):  # the command has died: the run is saved all the same
+            self.pipe.send((None, BEGUN))
 
     def stepped(self, training: Training | Snapshot) -> None:
         self.share[self.place] = _share(training)
@@ -300,7 +312,7 @@ def _work(pipe: Connection, *arguments: Any) -> None:
     """Train the runs that come through a pipe, until it is closed. Send the result of each, or the error as text."""
     os.setsid()  # a closed terminal ends the command alone, which sets ``stop``
     torch.set_num_threads(1)
-    worker = _Worker(*arguments)
+    worker = _Worker(pipe, *arguments)
     threading.Thread(target=_follow, args=(worker,), daemon=True).start()
     with suppress(EOFError, OSError):
         while True:

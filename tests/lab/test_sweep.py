@@ -445,6 +445,7 @@ def test_processes_train_all_but_a_run_that_fails(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="1 of 4 runs failed"):
         train_in_processes([broken, *runs], None, CPU, tmp_path, 2, minutes=9.0, say=say, find=find_fast)
     assert lines.count(busy) == 1
+    assert lines.index(busy) < lines.index("tiny, nero at 0.01, seed 0: starts")
     lines.remove(busy)
     assert [line[:27] for line in lines if ": train" in line][-1] == "tiny, nero at 0.01, seed 0:"
     assert "tiny, none at 0.01, seed 0 failed: KeyError('none')" in lines
@@ -485,12 +486,13 @@ def test_interrupt_from_the_keyboard_spares_processes_that_start(tmp_path):
         "import os, signal, sys; from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "from lab.helpers import CPU, FAST, find_slow\n"
-        "from nero_lab.pool import train_in_processes\n"
+        "from nero_lab import pool\n"
         "if __name__ == '__main__':\n"
-        "    say = lambda line: line.endswith('starts') and os.killpg(0, signal.SIGINT)\n"
+        "    sent = pool._Report.sent\n"
+        "    pool._Report.sent = lambda *given: (sent(*given), os.killpg(0, signal.SIGINT))\n"
         "    try:\n"
         "        runs = [FAST.settings('nero')]\n"
-        "        train_in_processes(runs, None, CPU, Path(), 1, minutes=9.0, say=say, find=find_slow)\n"
+        "        pool.train_in_processes(runs, None, CPU, Path(), 1, minutes=9.0, say=print, find=find_slow)\n"
         "    except KeyboardInterrupt:\n"
         "        sys.exit(130)\n"
     )
@@ -561,7 +563,8 @@ def test_runs_under_way_are_saved_after_the_minutes(tmp_path, monkeypatch):
         "2 runs unfinished: repeat the command to continue",
     ]
     assert len(list(tmp_path.rglob("*.checkpoint"))) == 1
-    train(TASK, runs, make_data(), Store(tmp_path), RecordingObserver())
+    train_in_processes(runs, None, CPU, tmp_path, 1, minutes=9.0, say=lines.append, find=find_fast)
+    assert any(line.startswith("tiny, nero at 0.01, seed 0: continues at ") for line in lines)
     assert [record["resumed"] > 0 for record in read_records(tmp_path)] == [True, False]
 
 

@@ -56,7 +56,23 @@ class InterruptibleGroup(TyperGroup):
             raise SystemExit(130) from None
 
 
-class SweepCommand(TyperCommand):
+class Command(TyperCommand):
+    """A subcommand. It refuses an option that takes one value but was given several: the last would win silently."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Count the options, then parse the arguments."""
+        given: list[Any] = self.make_parser(ctx).parse_args(args=[*args])[2]
+        for option, count in Counter(given).items():
+            if count > 1 and not option.multiple and not option.is_flag:
+                swept = option.name in ("optimiser", "lr", "seed")
+                remedy = (
+                    "use `nero sweep`, which trains with several optimisers, rates and seeds" if swept else "give one"
+                )
+                raise SettingError(f"{option.opts[0]} takes one value, got {count}: {remedy}")
+        return super().parse_args(ctx, args)
+
+
+class SweepCommand(Command):
     """The subcommand ``sweep``, whose option ``--ray`` may stand without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -136,7 +152,7 @@ def _list_study(study: str) -> None:
         console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
 
 
-@app.command()
+@app.command(cls=Command)
 def run(
     task: TaskName,
     optimiser: Annotated[
@@ -224,7 +240,7 @@ def sweep(
         console.print(f"optimiser {name}: {found}{whose} is {chosen.contenders[name].best:g}")
 
 
-@app.command()
+@app.command(cls=Command)
 def plan(
     task: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Only these tasks.")] = None,
     study: Annotated[str, typer.Option(help="Without tasks: paper, today, depth or claims.")] = "paper",
@@ -284,7 +300,7 @@ def _can_load(name: str, folder: Path | None) -> bool:
     return True
 
 
-@app.command()
+@app.command(cls=Command)
 def report(
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
     out: Annotated[Path, typer.Option(help="Folder of the pages. Updates their tables and figures.")] = PAGES,

@@ -108,8 +108,9 @@ def test_nero_plan_makes_missing_runs(command, monkeypatch, tmp_path):
         (("mnist-deep", "--run", 1, "--precision", "tf32", "--device", "cpu"), "tf32 needs an NVIDIA GPU"),
     ],
 )
-def test_nero_plan_refuses_bad_input(command, option, fault, tmp_path):
-    code, _ = command("plan", "--records", tmp_path, *option)
+def test_nero_plan_refuses_bad_input(command, option, fault, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _ = command("plan", *option)
     assert fault in str(code)
 
 
@@ -210,6 +211,9 @@ def test_nero_sweep_searches_grid_and_runs_seeds(command, tmp_path):
         (["run", "mnist-deep", "--precision", "int4"], "one of float32, tf32"),
         (["run", "mnist-deep", "--epochs", 99, "--device", "cpu"], "1 to 50 epochs"),
         (["sweep", "mnist-deep", "--optimiser", "adagrad"], "take one of nero"),
+        (["run", "mnist-deep", "--optimiser", "nero", "--optimizer", "sgd"], "one value, got 2: use `nero sweep`"),
+        (["run", "mnist-deep", "--seed", 0, "--seed=1"], "--seed takes one value, got 2: use `nero sweep`"),
+        (["plan", "--data", "a", "--data", "b"], "--data takes one value, got 2: give one"),
         (["run", "imagenet", "--shard", "--device", "cpu"], "start them with torchrun"),
         (["report", "--records", "nowhere"], "there is no folder nowhere"),
     ],

@@ -5,6 +5,7 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any
 
 from nero.messages import how_to_install
@@ -23,7 +24,7 @@ import torch
 
 import nero
 from nero_lab import interrupts
-from nero_lab.data import DataError
+from nero_lab.data import FOLDERS, DataError
 from nero_lab.plan import cells_of, lines_of
 from nero_lab.pool import train_in_processes
 from nero_lab.protocol import Precision, SettingError, precision_named
@@ -91,9 +92,7 @@ OUT = Path("out/paper")
 PAGES = OUT / "pages"
 
 TaskName = Annotated[str, typer.Argument(metavar="TASK", help="A task of `nero list`.")]
-Data = Annotated[
-    Path | None, typer.Option(help="Folder with the data. Default: $NERO_DATA, or a download to the cache.")
-]
+Data = Annotated[Path | None, typer.Option(help="Folder with the data. Default: $NERO_DATA, or ~/.cache/nero.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")]
 Out = Annotated[Path, typer.Option(help="Folder for records, checkpoints and TensorBoard files.")]
 Epochs = Annotated[int | None, typer.Option(help="Stop after this many epochs of the task's schedule.")]
@@ -126,30 +125,42 @@ def commands(
 
 @app.command("list")
 def list_tasks() -> None:
-    """List the tasks, what they show, and how long they take."""
+    """List the tasks, what they show, how long they take, and where their data is looked for."""
     for study in dict.fromkeys(task.study for task in TASKS.values() if task.study != "depth"):
         _list_study(study)
-    console.print(
+    _print_wrapped(
         "Times are of a single run. The GPU is an NVIDIA H200; the CPU is two cores of a Neoverse-N1, in float32.\n"
     )
     console.print("Step size by depth (docs/studies/depth.md), on mnist:")
     names, columns = [task.name for task in depth.TASKS], len(depth.LAYERS)
     for start in range(0, len(names), columns):
-        console.print("    " + "  ".join(names[start : start + columns]))
-    console.print(f"    --optimiser nero; or {' | '.join(depth.FORMS)}, as for every task above that Nero trains")
+        _print_wrapped("    " + "  ".join(names[start : start + columns]))
+    _print_wrapped(f"    --optimiser nero; or {' | '.join(depth.FORMS)}, as for every task above that Nero trains\n")
+    console.print("DATA       FOLDER IN --data OR $NERO_DATA, DOWNLOADED IF MISSING")
+    for name, folder in FOLDERS.items():
+        console.print(f"{name:11}{folder}")
+    console.print("imagenet   none: --data holds train/CLASS/*.JPEG and val/CLASS/*.JPEG")
+    console.print("pong       none: it needs no data")
 
 
 def _list_study(study: str) -> None:
-    line = "{:23}{:29}{:11}{:14}{:11}{}"
-    origin = "OF THE PAPER" if study == "paper" else f"OF THE STUDY {study}"
+    line = "{:23}{:11}{:14}{:11}{}"
     tasks = [task for task in TASKS.values() if task.study == study]
     fast: Precision = "bf16" if any(task.precision == "bf16" for task in tasks) else "tf32"
-    console.print(line.format("TASK", origin, "DATA", "GPU, FLOAT32", f"GPU, {fast.upper()}", "CPU"))
+    title = "TASKS OF THE PAPER" if study == "paper" else f"TASKS OF STUDY {study}"
+    console.print(line.format(title, "DATA", "GPU, FLOAT32", f"GPU, {fast.upper()}", "CPU"))
     for task in tasks:
         known = (task.seconds.gpu, task.seconds.on("cuda", fast), task.seconds.cpu)
         times = ["not timed" if seconds is None else duration(seconds) for seconds in known]
-        console.print(line.format(task.name, task.shows, task.dataset, *times))
-        console.print(f"    {task.title}\n    --optimiser {' | '.join(task.contenders)}\n")
+        console.print(line.format(task.name, task.dataset, *times))
+        _print_wrapped("    " + ": ".join(filter(None, (task.shows, task.title))))
+        _print_wrapped(f"    --optimiser {' | '.join(task.contenders)}\n")
+
+
+def _print_wrapped(text: str) -> None:
+    """Print a paragraph in lines of at most 80 characters, each indented like the first, and then its line break."""
+    indent = text[: len(text) - len(text.lstrip())]
+    console.print(fill(text, 80, subsequent_indent=indent, break_on_hyphens=False) + "\n" * text.endswith("\n"))
 
 
 @app.command(cls=Command)

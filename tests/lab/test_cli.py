@@ -41,6 +41,13 @@ def test_nero_list_names_all_tasks(command):
     code, printed = command("list")
     assert code == 0
     assert all(name in printed for name in TASKS)
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_nero_list_names_the_folder_of_all_data(command):
+    _, _, folders = command("list")[1].partition("\nDATA ")
+    assert {task.dataset for task in TASKS.values()} == {line.split()[0] for line in folders.splitlines()[1:]}
+    assert re.search("^books +classic-books$", folders, re.MULTILINE)
 
 
 def test_nero_list_has_a_time_per_precision(command):
@@ -53,7 +60,7 @@ def test_nero_list_groups_tasks_by_study(command, monkeypatch):
     mine = replace(TASKS["mnist-deep"], name="my-task", shows="", study="mine")
     monkeypatch.setitem(TASKS, "my-task", mine)
     _, printed = command("list")
-    papers, _, others = printed.partition("OF THE STUDY mine")
+    papers, _, others = printed.partition("OF STUDY mine")
     assert "my-task" not in papers
     assert "my-task" in others
 

@@ -19,10 +19,11 @@ from nero_lab.data.folder import Folder
 from nero_lab.data.images import ImageDataset, Images, cifar10, mnist
 from nero_lab.data.pairs import Pairs, multi30k
 from nero_lab.data.photos import Photos, imagenet
-from nero_lab.data.sources import FILES
+from nero_lab.data.sources import FILES, FOLDERS
 
 __all__ = [
     "FILES",
+    "FOLDERS",
     "Books",
     "Corpus",
     "DataError",

@@ -253,12 +253,18 @@ def sweep(
 
 @app.command(cls=Command)
 def plan(
-    task: Annotated[list[str] | None, typer.Argument(metavar="[TASK]...", help="Only these tasks.")] = None,
-    study: Annotated[str, typer.Option(help="Without tasks: paper, today, depth or claims.")] = "paper",
+    task: Annotated[
+        list[str] | None, typer.Argument(metavar="TASK", help="Only these tasks. Default: all of the study.")
+    ] = None,
+    study: Annotated[str, typer.Option(metavar="NAME", help="Without tasks: paper, today, depth or claims.")] = "paper",
     records: Annotated[Path, typer.Option(help="The --out of runs and sweeps.")] = OUT,
-    run: Annotated[int, typer.Option(metavar="PROCESSES", min=0, help="Make the missing runs, in processes.")] = 0,
+    run: Annotated[
+        int,
+        typer.Option(metavar="PROCESSES", min=0, show_default=False, help="Make the missing runs, so many at a time."),
+    ] = 0,
     minutes: Annotated[
-        float, typer.Option(min=0, help="With --run: save all runs and stop after this time.")
+        float,
+        typer.Option(min=0, show_default=False, help="With --run: save all runs and stop after so many minutes."),
     ] = math.inf,
     data: Data = None,
     device: Device = "auto",

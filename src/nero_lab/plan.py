@@ -57,7 +57,7 @@ def cells_of(tasks: Iterable[Task], records: Sequence[dict[str, Any]], precision
 
 def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str]:
     """Format the cells as a table, a line for each contender of a task, and sum up what is missing."""
-    line = "{:23}{:26}{:>8}{:>9}{:>9}{:>12}"
+    line = "{:23}{:24}{:>6}{:>9}{:>8}{:>10}"
     yield line.format("TASK", "OPTIMISER", "RATES", "SEEDS", "MISSING", "ON A GPU")
     by_task: dict[str, dict[str, list[Cell]]] = {}
     for cell in cells:
@@ -79,12 +79,12 @@ def lines_of(cells: Sequence[Cell], precision: Precision | None) -> Iterator[str
             yield line.format(task, contender, counts.get("search", "-"), counts["seeds"], missing or "", time) + note
     times = [f"about {duration(seconds)} on an NVIDIA H200, one by one"] if seconds else []
     if not_timed:
-        times.append(f"{not_timed} of them were never timed" if seconds else "their times are not known")
+        times.append(f"{not_timed} not timed" if seconds else "their times are not known")
     yield f"{total} runs are missing" + (f": {'; '.join(times)}" if times else "")
     for task, data in stand_ins:
         yield f"a stand-in: {task} was run on {dataset_name(data)}; runs on a stand-in count as missing"
     if any(cell.part == "seeds" and not cell.wanted for cell in cells):
-        yield "0 of ?: seeds follow when the search is complete, at its best rate; repeat the command then"
+        yield "0 of ?: seeds follow at the best rate of the search: repeat the command then"
 
 
 def _cells(task: Task, contender: str, records: Sequence[dict[str, Any]], precision: Precision) -> list[Cell]:

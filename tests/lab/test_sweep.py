@@ -409,7 +409,7 @@ def test_plan_of_a_study_takes_the_best_rate_of_a_whole_search():
     assert missing(half, "nero", "seeds") == ([], 0)
     whole = cells_of([task], [record("nero", 0.01), record("nero", 0.1)], None)
     assert missing(whole, "nero", "seeds") == ([(0.1, 1)], 2)
-    assert "0 of ?: seeds follow when the search is complete" in [*lines_of(half, None)][-1]
+    assert [*lines_of(half, None)][-1].startswith("0 of ?")
 
 
 def test_plan_table_counts_each_missing_run_once():
@@ -426,6 +426,7 @@ def test_plan_of_every_study_is_made():
         cells = cells_of(tasks, [], None)
         assert {cell.task.name for cell in cells} == {task.name for task in tasks}
         assert all(isinstance(settings, Settings) for cell in cells for settings in cell.missing)
+        assert max(map(len, lines_of(cells, None))) <= 80
 
 
 @pytest.mark.usefixtures("forked")

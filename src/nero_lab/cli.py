@@ -120,7 +120,7 @@ def commands(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Run the experiments of 'Learning by Turning', one command each."""
+    """Train the tasks of 'Learning by Turning' and of later studies. `nero list` shows what there is."""
 
 
 @app.command("list")

@@ -82,6 +82,9 @@ class Display(RunObserver):
             origins = sorted({f"{record.get('device')}, {str(record.get('finished'))[:10]}" for record in done})
             text += f", {len(done)} done before ({'; '.join(origins)})"
         self.console.print(text)
+        if len(runs) == len(done) == 1:
+            path = done[0].get("path") or self._record_path(task, runs[0])
+            self.console.print(f"{task.run_name(runs[0])}: {last_metrics(task, done[0]['curve'])}; record in {path}")
         precision = runs[0].precision
         seconds = task.seconds.on(self.device.type, precision)
         if left and seconds is not None and all(settings.epochs == task.epochs for settings in runs):
@@ -121,7 +124,8 @@ class Display(RunObserver):
             self._logged_at = now
             share = training.steps_done / (training.settings.epochs * training.steps_per_epoch)
             took, left = duration(training.seconds), duration(training.seconds * (1 / share - 1))
-            parts = filter(None, (f"epoch {training.epoch}", f"{share:.0%}", metric, took, f"{left} left"))
+            epochs = f"epoch {training.epoch} of {training.settings.epochs}"
+            parts = filter(None, (epochs, f"{share:.0%}", metric, took, f"{left} left"))
             self.console.print(f"{training.task.run_name(training.settings)}: {', '.join(parts)}")
 
     def ended(self, training: Training | Snapshot) -> None:
@@ -130,7 +134,7 @@ class Display(RunObserver):
         epochs = "1 epoch" if training.epoch == 1 else f"{training.epoch} epochs"
         self.console.print(
             f"{name}: {last_metrics(training.task, training.curve)} after {epochs}, "
-            f"{duration(training.seconds)}; record in {self.out / training.task.name / name}.json"
+            f"{duration(training.seconds)}; record in {self._record_path(training.task, training.settings)}"
         )
 
     def blocked(self, reason: str) -> None:
@@ -138,6 +142,9 @@ class Display(RunObserver):
 
     def stopping(self) -> None:
         self.console.print("stopping after this step to save the runs; interrupt again to stop at once")
+
+    def _record_path(self, task: Task, settings: Settings) -> Path:
+        return self.out / task.name / f"{task.run_name(settings)}.json"
 
     def _forget(self, settings: Settings) -> None:
         if settings in self._bars:

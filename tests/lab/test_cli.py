@@ -142,7 +142,8 @@ def test_nero_version_prints_versions(command):
 def test_nero_run_is_recorded_and_skipped_when_done(command, tmp_path):
     code, printed = command("run", *SHORT, "--out", tmp_path)
     assert code == 0
-    assert "sigma-1-lr0.01-seed0-epochs1: train" in printed
+    result = re.compile(r"^sigma-1-lr0.01-seed0-epochs1: train .*%, test .*%", re.MULTILINE)
+    assert result.search(printed)
     (record,) = read_records(tmp_path)
     assert record["task"] == "mnist-reparameterised"
     assert record["versions"]["torch"] == torch.__version__
@@ -151,6 +152,7 @@ def test_nero_run_is_recorded_and_skipped_when_done(command, tmp_path):
     code, printed = command("run", *SHORT, "--out", tmp_path)
     assert code == 0
     assert "1 done before" in printed
+    assert result.search(printed)
     assert not list(tmp_path.rglob("*.pt"))
 
 

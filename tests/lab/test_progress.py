@@ -31,7 +31,7 @@ def test_plan_missing_tool_is_announced(is_installed, runs_done, is_announced, m
     task = TASKS["translation"]
     monkeypatch.setattr(progress, "find_spec", lambda _: is_installed or None)
     display, stream = make_display(False, tmp_path)
-    display.plan(task, [task.settings("nero")], [{}] * runs_done)
+    display.plan(task, [task.settings("nero")], [{"curve": {}}] * runs_done)
     hint = "no BLEU without sacrebleu: pip install '.[lab]' in a clone of nero-optim"
     assert (hint in stream.getvalue()) == is_announced
 
@@ -141,7 +141,7 @@ def test_log_shows_lines_and_resumption(tmp_path):
     lines = stream.getvalue().splitlines()
     assert lines[0] == "tiny: 1 run to do on cpu"
     assert "sgd-lr0.1-seed0: continues from epoch 1, step 1" in lines
-    step = re.compile(r"sgd-lr0.1-seed0: epoch 1, 56%, train .*% so far, .* s, .* s left")
+    step = re.compile(r"sgd-lr0.1-seed0: epoch 1 of 3, 56%, train .*% so far, .* s, .* s left")
     assert any(map(step.fullmatch, lines))
     assert lines[-2].startswith("sgd-lr0.1-seed0: train ")
     assert lines[-2].endswith("tiny/sgd-lr0.1-seed0.json")
@@ -162,10 +162,10 @@ def test_gpu_within_epoch_is_not_synchronised(tmp_path, monkeypatch):
             display.stepped(training)
     first, second, third, fourth = stream.getvalue().splitlines()
     for line, share in ((first, "11%"), (second, "22%")):
-        assert re.fullmatch(rf"sgd-lr0.1-seed0: epoch 0, {share}, .* s, .* s left", line)
+        assert re.fullmatch(rf"sgd-lr0.1-seed0: epoch 0 of 3, {share}, .* s, .* s left", line)
         assert "train" not in line
     numbers = re.search("train .*%, test .*%", third.partition("33%")[2])
-    assert f"epoch 1, 44%, {numbers[0]}, " in fourth
+    assert f"epoch 1 of 3, 44%, {numbers[0]}, " in fourth
 
 
 @pytest.mark.parametrize("lag", [0, 2])

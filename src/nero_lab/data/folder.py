@@ -23,8 +23,10 @@ class Folder:
 
     @cached_property
     def path(self) -> Path:
-        """The folder, which must exist if the user named it. Cached and lazy: a game needs no folder."""
-        return _resolve(self.requested, "create it to download into it, or " if self.dataset in sources.MIRRORS else "")
+        """The folder, which must exist if the user named it, or its subfolder. Lazy: a game needs no folder."""
+        path = _resolve(self.requested, "create it to download into it, or " if self.dataset in sources.MIRRORS else "")
+        is_subfolder = path.name == sources.FOLDERS.get(self.dataset) and not (path / path.name).exists()
+        return path.parent if is_subfolder else path
 
     def find(self, *names: str) -> Path | None:
         """Return the first file that exists, in the data set's subfolder or directly in the data folder.

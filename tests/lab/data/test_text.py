@@ -70,7 +70,7 @@ def test_wikitext2_is_found_and_verified(tmp_path: Path, monkeypatch: pytest.Mon
     assert found.vocabulary == ("a", "word", "<eos>", "b", "c")
     assert found.name == "wikitext2"
     (tmp_path / "train.txt").write_bytes(b"the user's own file")
-    assert load("wikitext2", tmp_path).examples == found.examples
+    assert load("wikitext2", tmp_path).examples == load("wikitext2", folder).examples == found.examples
     (folder / "train.txt").rename(folder / "elsewhere.txt")
     with pytest.raises(DataError, match=r"put train\.txt, valid\.txt, test\.txt into .*wikitext-2 by hand"):
         load("wikitext2", tmp_path)

@@ -55,7 +55,7 @@ def param_groups(
         >>> [(group["role"], group["fan_in_axes"], group["lr"]) for group in groups]
         [('neuron', (1,), 0.02), ('bias', (), 0.02)]
     """
-    options = own_options(options, "nero.param_groups")
+    options = own_options(options, "a parameter group")
     groups: dict[tuple[Role, bool], dict[str, Any]] = {}
     roles = roles_of(model, overrides)
     parameters = dict(model.named_parameters())

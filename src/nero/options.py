@@ -81,8 +81,10 @@ MISSING_IN_OLD_CHECKPOINTS = ("momentum", "nesterov", "longest_step", "depth")
 OTHER_KEYS = frozenset(
     {"params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
     | {"lr_scale", "lr_mult"}
-    | {"rho", "adaptive"}  # of SAM, whose groups its base optimiser shares
+    | {"adaptive"}  # of SAM, whose groups its base optimiser shares
 )
+#: How similar an unknown option must be to one of Nero's to be a misspelling of it.
+MISSPELLING = 0.8
 
 
 #: Arguments that are no options of groups, and where they go.
@@ -104,10 +106,11 @@ def make_plain(options: dict[str, Any]) -> None:
 
 def own_options(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the options without those of other optimisers that ask for nothing; raise for unknown ones."""
+    known = {*OPTIONS, *OTHER_KEYS, *FOREIGN_OPTIONS} | ({"rho"} if "adaptive" in given else set())  # both: SAM's
     for name, value in given.items():
         if name in FOREIGN_OPTIONS and not _asks_for_nothing(value):
             raise TypeError(f"{name}={value!r} of {where}: {FOREIGN_OPTIONS[name]}")
-        if name not in OPTIONS and name not in OTHER_KEYS and name not in FOREIGN_OPTIONS:
+        if name not in known:
             raise TypeError(f"unknown option {name!r} of {where}; {_hint(str(name), is_nero=where == 'nero.Nero')}")
     return {name: value for name, value in given.items() if name not in FOREIGN_OPTIONS}
 
@@ -116,7 +119,7 @@ def _hint(name: str, is_nero: bool) -> str:
     """Return what to do instead of giving an unknown option, to nero.Nero or to a group."""
     from difflib import get_close_matches  # for this message alone
 
-    close = ["lr"] if name == "learning_rate" else get_close_matches(name, [*OPTIONS, *ELSEWHERE], 1)
+    close = ["lr"] if name == "learning_rate" else get_close_matches(name, [*OPTIONS, *ELSEWHERE], 1, MISSPELLING)
     if not close:
         own = [*(option for option in OPTIONS if option not in OF_GROUPS), "pretrained"] if is_nero else OPTIONS
         return f"the options are {', '.join(own)}"

@@ -425,7 +425,8 @@ def test_foreign_option_that_asks_for_nothing_is_dropped(where: str):
         ({"capturable": True}, "CUDA graph"),
         ({"fix_nrom": False}, r"unknown option 'fix_nrom' of .*did you mean fix_norm\?"),
         ({"learning_rate": 0.1}, r"did you mean lr\?"),
-        ({"use_muon": True}, "unknown option 'use_muon' .* the options are lr, beta"),
+        ({"ns_steps": 5}, "unknown option 'ns_steps' .* the options are lr, beta"),  # of Muon; not longest_step
+        ({"rho": 0.9}, "unknown option 'rho' .* the options are lr, beta"),  # of Adadelta; not SAM's
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -446,12 +447,12 @@ def test_option_without_a_name_raises_and_tells_the_names():
 
 def test_unknown_option_lists_what_each_place_accepts():
     listed = {}
-    for where in ("constructor", "group"):
+    for where, name in (("constructor", "nero.Nero"), ("added module", "a parameter group")):
         with pytest.raises(TypeError) as error:
             call_with(where, {"use_muon": True})
-        listed[where] = str(error.value).partition("the options are ")[2].split(", ")
+        listed[where] = str(error.value).partition(f"of {name}; the options are ")[2].split(", ")
     signature = inspect.signature(nero.Nero).parameters
-    assert listed == {"constructor": [*signature][1:-1], "group": [*OPTIONS]}
+    assert listed == {"constructor": [*signature][1:-1], "added module": [*OPTIONS]}
 
 
 def test_every_option_of_adamw_and_sgd_has_a_hint():

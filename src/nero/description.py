@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nero.groups import Part
+from nero.known_layers import ADAPTERS
 from nero.options import check_option
 from nero.parameters import COMPLEX
 from nero.radius import balance_change, initial_radius, wide_neurons
@@ -21,6 +22,8 @@ from nero.rule import norm, project, statistics_dtype
 from nero.sharding import sharding_of
 from nero.text import text_table
 
+#: The reason of neurons that nero.Nero takes for grown from zero, because another layer is balanced.
+SHORT = "neurons kept shorter than one, as if grown from zero"
 HEADER = ("name", "shape", "role", "neurons x fan-in", "state", "why")
 #: Longer lists of parameter names are cut.
 MAX_NAMES = 3
@@ -107,6 +110,7 @@ class Description:
             f"{_count(self.parameters, 'parameter')} in {tensors}; {_count(self.neurons, 'neuron')}",
             f"state: {_bytes(self.state_bytes)} for Nero, {_bytes(self.adam_bytes)} for Adam{share}",
             *self._reasons(blocks),
+            *self._advice(),
             *self._unknown([block for block in blocks if block[0].is_unknown]),
             *self._change(),
         ]
@@ -125,6 +129,12 @@ class Description:
         width = max(map(len, labels))
         lines = (f"  {reason.ljust(width)}  {_listed(own, MAX_COLUMNS - width - 4)}" for reason, own in labels.items())
         return ["not balanced:", *lines]
+
+    def _advice(self) -> list[str]:
+        """Return the line that says what to do about short neurons; those of adapters usually did grow from zero."""
+        if not any(SHORT in row.unbalanced and not any(name in row.name for name in ADAPTERS) for row in self.rows):
+            return []
+        return ["if a layer with such short neurons is new: nero.balance_(layer) before you make the optimiser"]
 
     def _unknown(self, blocks: Iterable[Sequence[Row]]) -> list[str]:
         """Return the lines that give the roles of unknown parameters as overrides, to be checked."""
@@ -202,7 +212,7 @@ def _row(name: str, parameter: Tensor, role: Role, has_momentum: bool, grown: Te
     buffer_bytes = parameter.numel() * parameter.element_size() if has_momentum else 0
     state_bytes = fixed + number_bytes * numbers + buffer_bytes
     adam_bytes = 4 + 2 * parameter.numel() * parameter.element_size()
-    unbalanced, squares = _why_unbalanced(parameter, role, fan_in), _change_and_norm(parameter, role, grown)
+    unbalanced, squares = _why_unbalanced(parameter, role, fan_in, grown), _change_and_norm(parameter, role, grown)
     return Row(name, tuple(parameter.shape), role, neurons, fan_in, state_bytes, adam_bytes, unbalanced, *squares)
 
 
@@ -218,7 +228,10 @@ def _change_and_norm(parameter: Tensor, role: Role, grown: Tensor | None) -> tup
 
 
 @torch.no_grad()
-def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int) -> str:
+def _why_unbalanced(parameter: Tensor, role: Role, fan_in: int, grown: Tensor | None) -> str:
+    if grown is not None:
+        found = sharding_of(parameter, role).total(torch.stack([grown.sum(), torch.ones_like(grown).sum()]))
+        return "{} of {} {}".format(*found.tolist(), SHORT)
     if role.kind != "neuron":
         has_one = role.is_weight and "fan-in 1" in role.why
         return "gain: its fan-in is 1" if has_one else f"{'gains' if role.kind == 'gain' else 'biases'} have no fan-in"

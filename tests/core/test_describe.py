@@ -314,6 +314,24 @@ def test_neurons_that_grew_from_zero_will_not_move():
     assert nero.describe(model).balancing_change > 0.1
 
 
+@pytest.mark.parametrize("name", ["head", "lora_B"])
+@pytest.mark.parametrize("fan_in", [2, 5])
+def test_short_neurons_beside_a_balanced_layer_are_listed(name: str, fan_in: int):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(fan_in, 7, bias=False)})
+    nn.init.uniform_(model[name].weight, -0.1, 0.1)
+    advice, before = "nero.balance_(layer)", model[name].weight.detach().clone()
+    assert "kept" not in str(nero.describe(model))
+    model["body"] = nero.balance_(nn.Linear(9, 5, bias=False))
+    text = str(nero.describe(model))
+    assert f"7 of 7 neurons kept shorter than one, as if grown from zero  {name}.weight" in text
+    assert (advice in text) == (name == "head")
+    nero.Nero(model)
+    assert torch.equal(model[name].weight, before), "as described"
+    nero.balance_(model[name])
+    assert "kept" not in str(nero.describe(model))
+
+
 def test_large_balancing_change_names_the_option():
     assert "pretrained=True" in str(nero.describe(with_weight(nn.Linear(4, 3), 10 * torch.eye(3, 4))))
     assert math.isnan(nero.describe(nn.LayerNorm(4)).balancing_change)

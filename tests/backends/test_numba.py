@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numba
+import numpy as np
 import pytest
 import torch
 from cases import Case, Oracle
@@ -20,18 +21,25 @@ from torch.utils._pytree import tree_leaves
 import nero
 from nero.backends import available, plan
 from nero.backends.numba import sweep
+from nero.backends.numba.tasks import narrow
+from nero.rounding import rounded
+
+ROWS: list[tuple[int, ...]] = [(300, 700), (40,), (9, 3, 3, 3), (20_000,), (3, 100_000), *[(5, 7)] * 50]
 
 
-def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
-    optimiser = nero.Nero([{"params": parameters, "fan_in_axes": axes}], backend="numba")
+def trained(
+    threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None = None, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    group = {"params": parameters, "fan_in_axes": axes, "rounding": "stochastic"}
+    optimiser = nero.Nero([group], backend="numba", momentum=0.9 if dtype == torch.bfloat16 else 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for _ in range(3):
             for parameter in parameters:
-                parameter.grad = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
             parameters[0].grad[0] = 0
             optimiser.step()
     finally:
@@ -41,17 +49,56 @@ def trained(threads: int, shapes: list[tuple[int, ...]], axes: tuple[int, ...] |
 
 
 @pytest.mark.parametrize(
-    ("shapes", "axes"),
+    ("shapes", "axes", "dtype"),
     [
-        ([(300, 700), (40,), (9, 3, 3, 3), (20_000,), (3, 100_000), *[(5, 7)] * 50], None),
-        ([(700, 300), (5000, 4), (3, 7000)], (0,)),
+        (ROWS, None, torch.float32),
+        ([(700, 300), (5000, 4), (3, 7000)], (0,), torch.float32),
+        (ROWS, None, torch.bfloat16),
     ],
-    ids=["rows", "columns"],
+    ids=["rows", "columns", "bf16"],
 )
-def test_step_is_bitwise_equal_for_any_thread_count(shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None):
-    once = trained(1, shapes, axes)
+def test_step_is_bitwise_equal_for_any_thread_count(
+    shapes: list[tuple[int, ...]], axes: tuple[int, ...] | None, dtype: torch.dtype
+):
+    once = trained(1, shapes, axes, dtype)
     for threads in (2, 3, 7):
-        assert all(torch.equal(one, other) for one, other in zip(once, trained(threads, shapes, axes), strict=True))
+        assert all(map(torch.equal, once, trained(threads, shapes, axes, dtype)))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_bf16_is_rounded_as_by_torch(rounding: str):
+    """All upper halves with some lower ones: ties, subnormal and nonfinite numbers, and those beyond bf16's largest."""
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (torch.arange(1 << 16)[:, None] * (1 << 16) + lower).to(torch.int32).flatten()
+    values, found = bits.view(torch.float32), torch.empty(bits.numel(), dtype=torch.bfloat16)
+    keys = np.arange(2 if rounding == "stochastic" else 0, dtype=np.uint32)
+    numba.njit(lambda *args: narrow(*args))(found.data_ptr(), 0, values.numpy(), keys, 1)
+    assert torch.equal(found.isnan(), values.isnan())
+    if rounding == "nearest":
+        assert torch.equal(found.nan_to_num(0.0), rounded(values, torch.bfloat16, "nearest").nan_to_num(0.0))
+        return
+    up = found.view(torch.int16) != (bits >> 16).to(torch.int16)  # or down, for the largest number alone
+    is_exact = (lower == 0).expand(1 << 16, -1).flatten() | ~values.isfinite()
+    assert not (up & is_exact & ~values.isnan()).any()
+    shares = (lower / (1 << 16)).double()
+    is_free = (values.isfinite() & (values.abs() < 3e38)).view(-1, len(lower))[:, 0]
+    torch.testing.assert_close(up.view(-1, len(lower))[is_free].double().mean(0), shares, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_bf16_that_is_not_contiguous_is_left_to_foreach(momentum: float, monkeypatch: pytest.MonkeyPatch):
+    layers = [nn.Linear(8, 5), nn.LayerNorm(8), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)]
+    rows = nn.Sequential(*layers).bfloat16()
+    columns = nn.Parameter(torch.randn(8, 5).bfloat16())
+    groups = [*nero.param_groups(rows), {"params": [("columns", columns)], "fan_in_axes": (0,)}]
+    optimiser = nero.Nero(groups, backend="numba", momentum=momentum)
+    for parameter in (columns, *rows.parameters()):
+        parameter.grad = torch.randn_like(parameter)
+    passed_on = []
+    monkeypatch.setattr("nero.backends.foreach.step", lambda jobs, _: passed_on.extend(job.parameter for job in jobs))
+    optimiser.step()
+    assert len(passed_on) == 1
+    assert passed_on[0] is columns
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from nero.messages import how_to_install, warn
 #: The dtypes that the Triton kernels read and write.
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The dtypes of parameters that numba's loops are compiled for.
-NUMBA_DTYPES = (torch.float32, torch.float64)
+NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 _INSTEAD = "use backend='foreach', or 'auto' for the fastest that works here"
 

@@ -222,9 +222,9 @@ def _kind(member: Member, options: Mapping[str, Any], is_numba: bool) -> type[Sw
 
         return TritonSweep
     if is_numba and parameter.is_cpu and parameter.dtype in NUMBA_DTYPES:
-        from nero.backends.numba.sweep import NumbaSweep
+        from nero.backends.numba.sweep import HalfSweep, NumbaSweep
 
-        return NumbaSweep
+        return HalfSweep if parameter.dtype == torch.bfloat16 else NumbaSweep
     return None
 
 

@@ -17,11 +17,13 @@ from nero.backends.numba.tasks import (
     array,
     compiled,
     fetch,
+    narrow,
     pointer,
     radius_of,
     start_of,
     subroutine,
     vector_subroutine,
+    widen,
 )
 
 #: Elements summed in the weights' own precision; the sums of blocks are added in float64.
@@ -75,14 +77,17 @@ def _mix(mixed, buffer, grads, kept, new):
 
 
 @compiled
-def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns):
+def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns, keys):
     """Take pieces of work until none is left.
 
-    If ``has_columns`` is ``None``, the loops for columns are not compiled, which most networks do not need.
+    If ``has_columns`` is ``None``, the loops for columns are not compiled, which most networks do not need. If ``keys``
+    are not ``None``, tensors are bf16; each piece is widened to float32, and rounded once by these keys.
     """
     number, options = 0, settings[0]
     sums, block = np.empty(5 * SUMS_PITCH), np.empty(5 * SUMS_PITCH, like.dtype)
     odd, scratch = np.empty(MAX_COLUMNS + 1, np.int64), np.empty(MAX_COLUMNS, like.dtype)
+    if keys is not None:
+        wide, own = np.empty((3, _largest_piece(tasks)), np.float32), tasks[:1].copy()
     while True:
         piece = fetch(counter.ctypes.data)
         if piece >= ends[-1]:
@@ -96,15 +101,36 @@ def do_pieces(tasks, ends, skipped, counter, settings, like, has_columns):
         lots = -(-task.inner // task.each) if task.is_columns else place + 1
         first = place // lots * task.inner + place % lots * task.each
         last = min(first + task.each, (place // lots + 1) * task.inner if task.is_columns else task.neurons)
+        if keys is not None:
+            start, size = first * max(task.run, 1), (last - first) * max(task.run, 1)
+            own[0] = task
+            task = own[0]
+            task.weight = widen(task.weight, start, wide[0, :size])
+            task.grad = widen(task.grad, start, wide[1, :size])
+            if task.buffer != 0:
+                task.buffer = widen(task.buffer, start, wide[2, :size])
         if task.run == 0:
             skipped[piece] = _nudge(task, first, last, correction, options, like)
-            continue
-        if has_columns is not None and task.is_columns:
-            left = _turn_columns(task, first, last, correction, options, like, sums, block, odd, scratch)
         else:
-            left = _turn_rows(task, first, last, correction, options, like, odd)
-        for i in range(left):
-            skipped[piece] += turn_in_float64(task, odd[i], correction, options, like)
+            if has_columns is not None and task.is_columns:
+                left = _turn_columns(task, first, last, correction, options, like, sums, block, odd, scratch)
+            else:
+                left = _turn_rows(task, first, last, correction, options, like, odd)
+            for i in range(left):
+                skipped[piece] += turn_in_float64(task, odd[i], correction, options, like)
+        if keys is not None:
+            narrow(tasks[number].weight, start, wide[0, :size], keys, 2 * number)
+            if task.buffer != 0:
+                narrow(tasks[number].buffer, start, wide[2, :size], keys, 2 * number + 1)
+
+
+@subroutine
+def _largest_piece(tasks):
+    """Return the number of elements of the largest piece."""
+    largest = 0
+    for task in tasks:
+        largest = max(largest, min(task.each, task.neurons) * max(task.run, 1))
+    return largest
 
 
 @compiled

@@ -24,6 +24,7 @@ from nero.backends.numba import loops
 from nero.backends.numba.loops import MAX_COLUMNS
 from nero.backends.numba.tasks import SETTINGS, TASK, Pieces
 from nero.backends.sweep import Line, Sweep
+from nero.rule import statistics_dtype
 
 #: Elements per piece: enough to make fetching it cheap, few enough to share the work evenly.
 PIECE_ELEMENTS = 1 << 16
@@ -46,7 +47,8 @@ class NumbaSweep(Sweep):
         self._tasks = np.array(list(map(_task, lines, pieces)), TASK)
         self._pieces = np.array([each.number for each in pieces])
         self._has_columns = any(each.is_columns for each in pieces) or None  # None: their loops are not compiled
-        self._like = torch.empty(0, dtype=self._dtypes[0], device="cpu").numpy()  # tells a compiled function the dtype
+        self._dtype = statistics_dtype(self._dtypes[0])
+        self._like = torch.empty(0, dtype=self._dtype, device="cpu").numpy()  # tells a compiled function the dtype
         self._settings, self._group = lines[0].settings, lines[0].group
         self._rates: Sequence[Rates] = ()
         self._options: Any = None
@@ -70,7 +72,7 @@ class NumbaSweep(Sweep):
     def _step(self, addresses: list[int], rates: Sequence[Rates]) -> None:
         """Take the step, in as many threads as torch uses."""
         if rates is not self._rates:
-            self._rates, self._options = rates, _settings_array(self._settings, rates[self._group], self._dtypes[0])
+            self._rates, self._options = rates, _settings_array(self._settings, rates[self._group], self._dtype)
         tasks, pieces = self._tasks, self._pieces
         tasks["grad"] = addresses
         if not all(addresses):
@@ -80,7 +82,7 @@ class NumbaSweep(Sweep):
             return
         ends = np.cumsum(pieces)  # the running total of pieces, task by task
         skipped, counter = np.zeros(ends[-1], np.int64), np.zeros(1, np.int64)
-        arguments: Any = tasks, ends, skipped, counter, self._options, self._like, self._has_columns
+        arguments: Any = tasks, ends, skipped, counter, self._options, self._like, self._has_columns, self._keys()
         _announce_compilation()
         threads = torch.get_num_threads()
         pool = _pool(threads, os.getpid())
@@ -89,6 +91,29 @@ class NumbaSweep(Sweep):
         for helper in helpers:
             helper.result()
         loops.count(tasks, ends, skipped)
+
+    def _keys(self) -> Any:
+        """Return the keys of the noise, if tensors are bf16: for each task, those of its weights and its momentum."""
+        return None
+
+
+class HalfSweep(NumbaSweep):
+    """The steps of the parameters of one group in bf16."""
+
+    @staticmethod
+    def takes(tensor: Tensor) -> bool:
+        """Return whether the loops can read a parameter or a gradient."""
+        return NumbaSweep.takes(tensor) and tensor.dtype == torch.bfloat16
+
+    @staticmethod
+    def follows(layout: Layout, axes: tuple[int, ...]) -> bool:  # noqa: ARG004
+        """Return whether neurons, or gains, are contiguous."""
+        is_one_run = layout.run == layout.fan_in and layout.stride == 1 and layout.inner == layout.neurons
+        return is_one_run and (layout.inner_stride == layout.fan_in or layout.neurons == 1)
+
+    def _keys(self) -> Any:
+        count = 2 * len(self._tasks) if self._settings.rounding == "stochastic" else 0
+        return torch.randint(1 << 32, (count,), generator=self.generator, device="cpu").numpy().astype(np.uint32)
 
 
 def _task(line: Line, pieces: Pieces) -> tuple[float, ...]:

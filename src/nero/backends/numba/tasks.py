@@ -1,4 +1,4 @@
-"""The input of the compiled loops: settings, tasks, and memory at the addresses of tasks."""
+"""The input of the compiled loops: settings, tasks, and memory at the addresses of tasks, also in bf16."""
 
 import hashlib
 from importlib.resources import files
@@ -8,6 +8,9 @@ import numba
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
+
+#: The bits of a float32 that is infinite; those of bf16 are the upper half.
+INFINITY_BITS = 0x7F800000
 
 SETTINGS = np.dtype(
     [
@@ -123,3 +126,50 @@ def start_of(task, neuron):
 def radius_of(task, neuron, like):
     """Return the radius of a neuron."""
     return np.float64(array(task.size, neuron, 1, like)[0]) if task.size else 1.0
+
+
+@subroutine
+def _halves(address, start, size):
+    return numba.carray(pointer(address + 2 * start), (size,), np.uint16)
+
+
+@subroutine
+def widen(address, start, wide):
+    """Convert bf16 numbers to float32, and return the address that the first of all would have in float32."""
+    halves, bits = _halves(address, start, wide.size), wide.view(np.uint32)
+    for i in range(wide.size):
+        bits[i] = np.uint32(halves[i]) << 16
+    return wide.ctypes.data - wide.itemsize * start
+
+
+@subroutine
+def narrow(address, start, wide, keys, number):
+    """Round float32 numbers to bf16: with a random key for each task stochastically, without keys to nearest.
+
+    See :func:`nero.rounding.rounded`. The noise is a hash of the key and the place of a number in its tensor.
+    """
+    halves, bits = _halves(address, start, wide.size), wide.view(np.uint32)
+    if keys.size:
+        first = keys[number] + np.uint32(start)
+        for i in range(wide.size):
+            halves[i] = _upper_half(bits[i], _hash(np.uint32(first + i)) >> 16)
+    else:
+        for i in range(wide.size):
+            halves[i] = _upper_half(bits[i], 0x7FFF + ((bits[i] >> 16) & 1))
+
+
+@subroutine
+def _hash(x):
+    x = np.uint32((x ^ (x >> 16)) * 0x85EBCA6B)
+    x = np.uint32((x ^ (x >> 13)) * 0xC2B2AE35)
+    return np.uint32(x ^ (x >> 16))
+
+
+@subroutine
+def _upper_half(bits, carry):
+    """Add the carry to the lower half and return the upper; a finite number stays finite, NaN stays NaN."""
+    size = bits & 0x7FFFFFFF
+    if size >= INFINITY_BITS:
+        return np.uint16((bits >> 16) | (0x40 if size > INFINITY_BITS else 0))
+    upper = (bits + carry) >> 16
+    return np.uint16(upper - ((upper & 0x7FFF) == INFINITY_BITS >> 16))

@@ -118,9 +118,21 @@ def read_again(parts: Iterable[Part], state: Mapping[Tensor, dict[str, Any]]) ->
             radius = _read_zeros_again(own, size, 1.0 if group["fix_norm"] else torch.inf)
             is_off = ((size - 1).abs() > MIN_CHANGE) & group["fix_norm"]
             is_off |= (shift > MIN_CHANGE * size) & group["fix_mean"]
-            if parameter.requires_grad and parameter.grad is not None and bool((is_off & (radius > 0)).any()):
+            is_off &= radius > 0
+            if not (parameter.requires_grad and parameter.grad is not None and bool(is_off.any())):
+                continue
+            if not (group["fix_mean"] and _are_clipped(size[is_off], shift[is_off])):
                 changed.append(part)
     return changed
+
+
+def _are_clipped(size: Tensor, shift: Tensor) -> bool:
+    """Return whether neurons are balanced but for one norm below one: ``max_norm`` of an embedding clips at each use.
+
+    Balancing does not change what such a layer computes.
+    """
+    least = size.amin() * (1 + MIN_CHANGE)
+    return bool((size <= least.clamp_max(1)).all() & (shift <= MIN_CHANGE * size).all())
 
 
 def _read_norms_again(part: Part, known: Tensor) -> None:

@@ -525,6 +525,17 @@ def test_balanced_or_frozen_weights_loaded_after_the_optimiser_are_silent():
     optimiser.step()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_max_norm_clips_are_silent_and_turn(dtype: torch.dtype):
+    table = nn.Embedding(10, 64, padding_idx=0, max_norm=0.5, dtype=dtype)
+    optimiser, rows = nero.Nero(table), torch.tensor([0, 3, 5])
+    for _ in range(2):
+        before = table(rows)[1:].detach().clone()
+        table(rows).square().sum().backward()
+        optimiser.step()
+        assert not torch.equal(table(rows)[1:], before)
+
+
 def test_state_read_again_in_inference_mode_works_outside():
     layer = nn.Linear(6, 8)
     optimiser = nero.Nero(layer)

@@ -22,7 +22,7 @@ UNTRACED = (torch.float64, torch.float16)
 #: Parts of the names of tests that share what takes long to make: processes, a site, a package, or compiled code.
 TOGETHER = (
     *("jax", "sharding/", "test_distributed_training.py", "test_site.py", "test_project.py", "test_bench.py"),
-    *("numba", "transformers", "test_sweep.py"),
+    *("numba", "transformers", "test_sweep.py", "test_ray_sweep.py"),
 )
 WORKING = [name for name, backend in COMPILED.items() if backend.works()]
 
@@ -67,6 +67,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # it would run the longest tests last, as they are alone in their function
 
     class OneWorkerForShared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -117,7 +119,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     """Exempt everything that exists before the first test from garbage collection, and collect seldom."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
     gc.enable()

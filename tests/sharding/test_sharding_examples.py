@@ -4,8 +4,8 @@ import contextlib
 import io
 import re
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import nero
 
-pytestmark = pytest.mark.xdist_group("sharding")
-
 EXAMPLES = Path(__file__).parents[2] / "examples/sharding"
 
 
@@ -32,7 +30,7 @@ def run_example(script: str, *options: str) -> str:
     sys.path.insert(0, str(EXAMPLES))
     printed = io.StringIO()
     with torch.random.fork_rng(), contextlib.redirect_stdout(printed):
-        assert runpy.run_path(str(EXAMPLES / script))["main"](["--steps", "20", *options]) == 0
+        assert runpy.run_path(str(EXAMPLES / script))["main"](["--steps", "10", *options]) == 0
     sys.path.remove(str(EXAMPLES))
     return printed.getvalue()
 
@@ -56,10 +54,10 @@ def test_fsdp2_example_learns_and_resumes_as_hsdp(pools: Pools, tmp_path: Path):
     state, weights = state_and_weights(printed)
     assert state < 0.05 * weights
     resumed, *_ = pools.run(4, run_example, "fsdp2.py", "--checkpoint", str(tmp_path), "--replicas", "2")
-    assert "steps 20 to 40 on a mesh of 2 x 2" in resumed
+    assert "steps 10 to 20 on a mesh of 2 x 2" in resumed
     assert_learnt(resumed, collectives=0)
     loss_before, loss_after = (float(re.search(r"loss ([\d.]+)", text)[1]) for text in (printed, resumed))
-    assert loss_after < 0.6 * loss_before
+    assert loss_after < 0.7 * loss_before
     assert state_and_weights(resumed) == (state, weights)
 
 
@@ -69,28 +67,41 @@ def test_tensor_parallel_example_learns(processes: int, options: tuple[str, ...]
     assert_learnt(printed, collectives=1)
 
 
-def test_accelerate_example_learns_and_loads(tmp_path: Path):
-    """By torchrun, as a user would, since Accelerate keeps its state in the process."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(EXAMPLES / "accelerate_fsdp2.py"), "--steps", "20", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert_learnt(done.stdout, collectives=0)
-    assert "equal to those saved" in done.stdout
-
-
-def test_trainer_recipe_on_shards_equals_replicas_and_resumes(tmp_path: Path):
-    """In processes of their own, since Accelerate keeps its state there."""
+@pytest.fixture(scope="module")
+def accelerate_pool() -> Iterator[Pool]:
+    """Two processes of their own, since Accelerate keeps its state there."""
     pool = Pool(2)
     pool.limit_s = 240.0  # transformers takes long to import
-    try:
-        for replicas, shards, resumed in pool.run(train_by_trainer, tmp_path):
-            torch.testing.assert_close(resumed, shards, rtol=0, atol=0)
-            for run in (shards, replicas):
-                run["transformer.h.0.attn.c_attn.bias"][16:32] = 0  # of keys: their gradient is nothing but rounding
-            torch.testing.assert_close(shards, replicas, rtol=0, atol=1e-5)
-    finally:
-        pool.stop()
+    yield pool
+    pool.stop()
+
+
+def test_accelerate_example_learns_and_loads(accelerate_pool: Pool, tmp_path: Path):
+    printed, _ = accelerate_pool.run(run_with_accelerate, run_example, "accelerate_fsdp2.py", "--out", str(tmp_path))
+    assert_learnt(printed, collectives=0)
+    assert "equal to those saved" in printed
+
+
+def test_trainer_recipe_on_shards_equals_replicas_and_resumes(accelerate_pool: Pool, tmp_path: Path):
+    for replicas, shards, resumed in accelerate_pool.run(run_with_accelerate, train_by_trainer, tmp_path):
+        torch.testing.assert_close(resumed, shards, rtol=0, atol=0)
+        for run in (shards, replicas):
+            run["transformer.h.0.attn.c_attn.bias"][16:32] = 0  # of keys: their gradient is nothing but rounding
+        torch.testing.assert_close(shards, replicas, rtol=0, atol=1e-5)
+
+
+def run_with_accelerate(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function as a process of torchrun would, without the state of Accelerate from an earlier run."""
+    from accelerate.state import AcceleratorState
+
+    rank = str(distributed.get_rank())
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        found = function(*arguments)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return found
 
 
 def train_by_trainer(folder: Path) -> list[dict[str, Tensor]]:
@@ -98,14 +109,10 @@ def train_by_trainer(folder: Path) -> list[dict[str, Tensor]]:
     from test_docs import blocks_of
     from test_recipes import sections
 
-    rank = str(distributed.get_rank())
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "0"}
     names: dict[str, Any] = {"__name__": "page"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(EXAMPLES))
-        for name, value in environment.items():
-            patch.setenv(name, value)
         torch.manual_seed(0)
         for text in (sections()[""], sections()["transformers.Trainer"]):
             for block in blocks_of(text):

@@ -53,6 +53,9 @@ with suppress(PackageNotFoundError):
 # a graph of an earlier test that is freed during a capture would break it; torch before 2.9 always collects
 if hasattr(torch.compiler.config, "force_cudagraph_gc"):
     torch.compiler.config.force_cudagraph_gc = True
+# torch would record the stack at every seed, for devices that are not there
+if not torch.accelerator.is_available():
+    torch.random._manual_seed_impl = lambda seed: torch.default_generator.manual_seed(int(seed))
 # a background job starts with interrupts ignored, and its child processes inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

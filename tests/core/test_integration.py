@@ -291,14 +291,13 @@ def test_sharded_parameters_take_the_same_steps(backend: str, longest: float, me
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:Guards may run slower on Python 3.13.0")
-@pytest.mark.parametrize("longest", [math.inf, 1.05])
-def test_compiled_step_is_one_graph_for_any_lr(longest: float):
+def test_compiled_step_is_one_graph_for_any_lr():
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
     model, plain = network(), network()
-    optimiser = nero.Nero(model, lr=torch.tensor(0.01), longest_step=longest)
-    reference = nero.Nero(plain, lr=0.01, longest_step=longest)
+    optimiser = nero.Nero(model, lr=torch.tensor(0.01), longest_step=1.05)
+    reference = nero.Nero(plain, lr=0.01, longest_step=1.05)
     counter = CompileCounter()
     step = torch.compile(lambda: optimiser.step(), backend=counter, fullgraph=True)
     for seed in range(5):

@@ -73,7 +73,7 @@ def given_each_backend(**strategies: st.SearchStrategy) -> Callable:
     def decorate(test: Callable[..., None]) -> Callable[[str], None]:
         @functools.wraps(test)
         def run(backend: str) -> None:
-            examples = few(backend, settings.default.max_examples, 5)
+            examples = few(backend, 20, 4)
             settings(max_examples=examples)(given(**strategies)(test))(backend=backend)
 
         run.__signature__ = inspect.Signature([inspect.signature(test).parameters["backend"]])

@@ -137,7 +137,7 @@ def test_step_matches_reference_hinge_updates():
 
 
 @pytest.mark.parametrize(
-    ("contender", "kills"), [("nero", range(6)), ("adam-momentum", (2, 3)), ("lamb", (0, 5)), ("sgd", (1,))]
+    ("contender", "kills"), [("nero", (0, 2, 5)), ("adam-momentum", (3,)), ("lamb", (4,)), ("sgd", (1,))]
 )
 def test_resumed_gan_at_any_step_equals_undisturbed(contender, kills):
     whole = begin(contender)

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ from nero.backends import backends_for
 HERE = backends_for(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("saved_by", HERE)
-@pytest.mark.parametrize("loaded_by", HERE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("saved_by", "loaded_by"), list(permutations(HERE, 2)))
 def test_checkpoint_of_one_backend_resumes_on_another(dtype: torch.dtype, saved_by: str, loaded_by: str):
     model = network(dtype)
     optimiser = nero.Nero(model, lr=0.02, beta=0.9, backend=saved_by)
@@ -42,12 +42,8 @@ def test_checkpoint_of_one_backend_resumes_on_another(dtype: torch.dtype, saved_
     assert {group["lr"] for group in fresh.param_groups} == {0.02}
     train(model, optimiser, range(4, 8))
     train(resumed, fresh, range(4, 8))
-    if saved_by == loaded_by:
-        assert_same(model, resumed)
-        assert_same_state(optimiser, fresh)
-    else:
-        for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    for a, b in zip(model.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 def test_checkpoint_without_roles_keeps_own_roles():

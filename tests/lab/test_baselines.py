@@ -50,8 +50,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.no_cover  # tracing makes interpreted kernels three times as slow; other tests cover them
-@pytest.mark.parametrize("balanced", [False, True])
-@pytest.mark.parametrize(("name", "options"), [case for case in OTHERS if case[0] in ("lamb", "madam")], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "balanced"),
+    [("lamb", {}, False), ("lamb", {"beta1": 0.9}, True), ("madam", {}, False), ("madam", {}, True)],
+)
 def test_kernel_six_steps_follows_formula(
     name: str, options: dict, balanced: bool, kernels: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -67,7 +67,6 @@ class Published:
         reference: the section, table and figure of the paper.
         claim: the paper's claim in one line.
         origin: "paper" if the rows are printed there, "authors" if they come from the authors' stored runs.
-        source: a sentence on where the numbers come from.
         epochs: the number of epochs that the authors trained.
         measure: the measure that decides the claim.
         rows: one row per contender.
@@ -82,7 +81,6 @@ class Published:
     reference: str
     claim: str
     origin: Literal["paper", "authors"]
-    source: str
     epochs: int
     measure: Measure
     rows: tuple[PublishedRow, ...]
@@ -123,7 +121,6 @@ def _parse(task: str, facts: dict[str, Any]) -> Published:
         reference=facts["reference"],
         claim=facts["claim"],
         origin=facts["origin"],
-        source=facts["source"],
         epochs=facts["epochs"],
         measure=measure,
         rows=rows,

@@ -43,7 +43,6 @@ def make(name: str, model: nn.Module, lr: float | Tensor, **options: Any) -> tor
             - Adam and LAMB: ``beta1`` (0 by default) and ``eps`` (1e-8 and 1e-6).
             - AdamW, Muon, NorMuon, Lion and SOAP: ``weight_decay`` of weights with two or more axes (0.1). AdamW has
               ``clip``, too. Muon and NorMuon train the hidden matrices, and AdamW all else at 0.15 times their rate.
-              SOAP also has ``precondition_frequency`` (10) and ``max_precondition_dim`` (2048).
 
     Raises:
         ValueError: a library that is not installed.

@@ -57,19 +57,13 @@ def lion(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECA
     return _of_library("lion")(_by_decay(model.parameters(), weight_decay), lr=lr)
 
 
-def soap(
-    model: nn.Module,
-    lr: float | Tensor,
-    weight_decay: float = WEIGHT_DECAY,
-    precondition_frequency: int = 10,
-    max_precondition_dim: int = 2048,
-) -> torch.optim.Optimizer:
-    """Make SOAP for all parameters; axes longer than ``max_precondition_dim`` keep the basis of Adam."""
+def soap(model: nn.Module, lr: float | Tensor, weight_decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+    """Make SOAP for all parameters, with a new basis every 10 steps; axes of more than 2048 elements keep Adam's."""
     return _of_library("soap")(
         _by_decay(model.parameters(), weight_decay),
         lr=lr.item() if isinstance(lr, Tensor) else lr,  # a tensor would make every step wait for the device
-        precondition_frequency=precondition_frequency,
-        max_precondition_dim=max_precondition_dim,
+        precondition_frequency=10,
+        max_precondition_dim=2048,
     )
 
 

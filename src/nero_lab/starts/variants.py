@@ -32,7 +32,7 @@ class Variant(torch.optim.Optimizer):
         centre: bool = True,
     ) -> None:
         super().__init__(groups, {"lr": lr, "beta": 0.999})
-        self.start, self.gain_scale, self.centre = start, gain_scale, centre
+        self.start, self.centre = start, centre
         for group in self.param_groups:
             axes = group["fan_in_axes"]
             for weight in group["params"]:

@@ -16,9 +16,9 @@ class Shapes(NamedTuple):
     by_axes: dict[tuple[int, ...] | None, list[tuple[int, ...]]]
     dtype: torch.dtype = torch.float32
 
-    def parameters(self, device: torch.device, seed: int = 0) -> Parameters:
+    def parameters(self, device: torch.device) -> Parameters:
         """Make random parameters of these shapes, with random gradients."""
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
 
         def random(shape: tuple[int, ...]) -> torch.Tensor:
             return torch.randn(shape, generator=generator, device=device, dtype=self.dtype)

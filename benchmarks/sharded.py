@@ -78,7 +78,7 @@ def run_process(rank: int, processes: int, folder: str, rounds: int, is_quick: b
     distributed.destroy_process_group()
 
 
-def measure_all(rounds: int, is_quick: bool = False) -> Iterator[Row]:
+def measure_all(rounds: int, is_quick: bool) -> Iterator[Row]:
     """Measure every workload on every backend, in all processes together."""
     for workload in WORKLOADS:
         sized = workload._replace(size=8, tensors=min(workload.tensors, 3)) if is_quick else workload

@@ -127,11 +127,11 @@ def _start(contender: Contender, shapes: Shapes, shared: Parameters, bench: Benc
     return Running(contender, optimiser, step)
 
 
-def _fresh(running: dict[str, Running], clock: Clock, rounds: int = 30) -> dict[str, Rounds]:
+def _fresh(running: dict[str, Running], clock: Clock) -> dict[str, Rounds]:
     """Time, in turn, the call of a step whose gradients are new tensors, as after a backward pass."""
     chosen = [name for name, each in running.items() if name == SGD or (each.contender.is_nero and name not in SLOW)]
     times: dict[str, Rounds] = {name: {} for name in chosen}
-    for number in range(rounds):
+    for number in range(30):
         for name in chosen:
             optimiser = running[name].optimiser
             for parameter in _parameters(optimiser):

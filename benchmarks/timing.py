@@ -149,23 +149,22 @@ def difference(times: Rounds, others: Rounds) -> float:
     return statistics.median(taken - others[number] for number, taken in times.items() if number in others)
 
 
-def device_time(step: Step, count: int, host: float, clock: Clock, repeats: int = 5) -> float | None:
+def device_time(step: Step, count: int, host: float, clock: Clock) -> float | None:
     """Return the seconds per step on the device alone, if there is one.
 
-    Steps are measured in bursts, or one at a time if a burst does not fit in the queue.
+    The median of five bursts counts, or of five single steps if a burst does not fit in the queue.
 
     Args:
         step: the step.
         count: the length of a burst.
         host: the seconds that the host needs to queue a step.
         clock: times the steps.
-        repeats: the number of bursts, of which the median counts.
     """
     if not clock.is_gpu:
         return None
     for number in dict.fromkeys((count, 1)):
         times: list[float] = []
-        while len(times) < repeats:
+        while len(times) < 5:
             taken = clock.device_seconds(step, number, lead=min(0.5, 2 * number * host + 0.002))
             if taken is None:
                 break
@@ -175,13 +174,13 @@ def device_time(step: Step, count: int, host: float, clock: Clock, repeats: int 
     return None
 
 
-def copy_bandwidth(device: torch.device, size: int, repeats: int = 20) -> float:
+def copy_bandwidth(device: torch.device, size: int) -> float:
     """Return the bytes per second, read and written, of the fastest of several copies of ``size`` bytes."""
     clock = Clock(device)
     source = torch.randn(size // 4, device=device)
     target = torch.empty_like(source)
     clock.burst(lambda: target.copy_(source), 2)
-    return 2 * source.nbytes / min(clock.burst(lambda: target.copy_(source), 3) for _ in range(repeats))
+    return 2 * source.nbytes / min(clock.burst(lambda: target.copy_(source), 3) for _ in range(20))
 
 
 def milliseconds(seconds: float | None) -> float | None:

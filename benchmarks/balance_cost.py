@@ -5,13 +5,11 @@ on a CPU, where its matrix products take minutes.
 """
 
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from records import command_line, origin, out_folder, write_record
-from rich.console import Console
+from records import command_line, origin, out_folder, terminal, write_record
 from rich.table import Table
 from shapes import Shapes, flat, gpt2
 from timing import Budget, Clock, Row, Step, burst_length, device_time, difference, milliseconds, take_turns
@@ -33,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     shapes = gpt2(layers=1, width=32, vocabulary=64, name="GPT-2 tiny") if arguments.quick else gpt2()
     budget = Budget(3, 0.01, 3, 0.0) if arguments.quick else Budget() if device.type == "cuda" else Budget(11, 10.0)
     rows = [measure(shapes, name, make, Clock(device), budget, device) for name, make in contenders(device).items()]
-    Console(width=None if sys.stdout.isatty() else 120).print(table(rows))
+    terminal().print(table(rows))
     record = {
         **origin(device),
         "threads": torch.get_num_threads(),

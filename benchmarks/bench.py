@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -19,8 +18,7 @@ import end_to_end
 import sections
 import step
 import torch
-from records import command_line, machine, out_folder, write_record
-from rich.console import Console
+from records import command_line, machine, out_folder, terminal, write_record
 from rich.progress import Progress
 from rich.table import Table
 from timing import Bench, Budget, Job, Row, copy_bandwidth
@@ -65,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if path.parent.exists() and not path.parent.is_dir():
         parser.error(f"--out must be a folder, got {path.parent}")
 
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = terminal()
     record = start_record(path, device, is_quick)
     console.print(f"{record['machine']}: a copy moves {record['copy_bytes_per_second'] / 1e9:.0f} GB/s")
     bench = Bench(

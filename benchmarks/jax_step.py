@@ -4,22 +4,19 @@ An update is that of the transformation and ``optax.apply_updates``, with donate
 benchmarks/results/jax-gpu.json or jax-cpu.json.
 """
 
-import argparse
-import json
 import os
 import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from records import command_line, out_folder, write_record
 
 import nero.jax
 
-ROOT = Path(__file__).parents[1]
 OPTIMISERS = {
     "Adam (optax)": optax.adam(1e-3),
     "SGD (optax)": optax.sgd(1e-3),
@@ -114,10 +111,7 @@ def measure(shapes: Any, name: str, rounds: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: a rehearsal of seconds")
-    parser.add_argument("--out", type=Path, help="folder for the JSON (benchmarks/results; with --quick, out)")
-    arguments = parser.parse_args(argv)
+    arguments = command_line(__doc__, has_device=False).parse_args(argv)
     shapes, name = (gpt2(1, 32, 64), "GPT-2 tiny") if arguments.quick else (gpt2(12, 768, 50257), "GPT-2 small")
     rows = measure(shapes, name, 3 if arguments.quick else 20)
     device = jax.devices()[0]
@@ -125,10 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     record = {"machine": machine, "jax": jax.__version__, "optax": optax.__version__, "quick": arguments.quick}
     for row in rows:
         print(f"{row['optimiser']:<26}{row['milliseconds']:>10.3f} ms{row['of_adam']:>8.2f} x Adam")
-    folder = arguments.out or ROOT / ("out" if arguments.quick else "benchmarks/results")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"jax-{device.platform}.json"
-    path.write_text(json.dumps({**record, "step": rows}, indent=1) + "\n")
+    path = out_folder(arguments) / f"jax-{device.platform}.json"
+    write_record(path, {**record, "step": rows})
     print(f"written to {os.path.relpath(path)}")
     return 0
 

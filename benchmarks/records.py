@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from nero_lab.provenance import commit, cpu_name
 
@@ -32,6 +34,11 @@ def command_line(doc: str | None, *, has_device: bool = True, has_quick: bool = 
 def out_folder(arguments: argparse.Namespace) -> Path:
     """Return the folder for the record of a benchmark that has ``--quick``."""
     return arguments.out or (ROOT / "out" if arguments.quick else RESULTS)
+
+
+def terminal(*, is_quiet: bool = False) -> Console:
+    """Return a console as wide as the terminal, or of 120 columns in a log."""
+    return Console(width=None if sys.stdout.isatty() else 120, quiet=is_quiet)
 
 
 def machine(device: torch.device) -> str:

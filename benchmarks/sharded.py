@@ -7,15 +7,13 @@ steps. Writes benchmarks/results/sharded-cpu.json.
 
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from records import command_line, origin, out_folder, write_record
-from rich.console import Console
+from records import command_line, origin, out_folder, terminal, write_record
 from rich.table import Table
 from timing import MAX_BURST_STEPS, Budget, Clock, Rounds, Row, Step, milliseconds, ratio
 from torch import Tensor, distributed, nn
@@ -61,7 +59,7 @@ def run_process(rank: int, processes: int, folder: str, rounds: int, is_quick: b
     """Measure in one of several processes; the first prints and writes."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=processes)
-    console = Console(width=None if sys.stdout.isatty() else 120, quiet=rank > 0)
+    console = terminal(is_quiet=rank > 0)
     rows: list[Row] = []
     for row in measure_all(rounds, is_quick):
         rows.append(row)

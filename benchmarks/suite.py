@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 from end_to_end import Perceptron
-from records import command_line, machine, write_record
-from rich.console import Console
+from records import command_line, machine, terminal, write_record
 from rich.table import Table
 from timing import Clock, Row
 from torch import Tensor, nn
@@ -68,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     before = earlier_rows(path, record)
     if before is None and arguments.tasks:
         parser.error(f"{path} is broken, or of another machine or torch: choose another --out, or time all tasks")
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = terminal()
     share = arguments.share or (1.0 if device.type == "cuda" else 0.01)
     common = {
         "date": date.today().isoformat(),

@@ -5,14 +5,12 @@ benchmarks/results/watch-cuda.json or watch-cpu.json.
 """
 
 import statistics
-import sys
 from collections.abc import Iterator
 from functools import partial
 
 import torch
 from end_to_end import OPTIMISERS, Trainer, perceptron, transformer
-from records import command_line, origin, out_folder, write_record
-from rich.console import Console
+from records import command_line, origin, out_folder, terminal, write_record
 from rich.table import Table
 from shapes import groups
 from step import shape_sets
@@ -37,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_float32_matmul_precision("highest")  # no TF32
     device = torch.device(arguments.device)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = terminal()
     bench = Bench(device, Budget(), bandwidth=1.0, is_quick=arguments.quick, compile_budget_s=0.0)
     rows: list[Row] = []
     for name, optimiser, step in workloads(bench):

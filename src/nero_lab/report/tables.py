@@ -18,10 +18,6 @@ from nero_lab.report.published import Measure, Published, PublishedRow, all_publ
 from nero_lab.report.runs import Run, Runs
 
 NOT_RUN = "not run"
-PROCESS_NOTE = (
-    '"Side by side" counts the runs that one command trained on the GPU at a time. '
-    "Other programs may have shared the GPU without being counted."
-)
 #: Column names of the measures of each kind of task.
 CLASSIFICATION: dict[Measure, str] = {"train_accuracy": "train accuracy", "test_error": "test error"}
 TEXT: dict[Measure, str] = {"valid_perplexity": "validation perplexity", "test_perplexity": "test perplexity"}
@@ -126,9 +122,8 @@ def precision_table(facts: Published, runs: Runs) -> str:
 def runs_table(facts: Published, runs: Runs) -> str:
     """List every run that has all epochs, and count those that do not."""
     found = runs.full(facts.task)
-    notes = [PROCESS_NOTE] if found else []
-    if short := runs.count_short(facts.task):
-        notes.append(f"Left out, with fewer than {facts.epochs} epochs: {plural(short, 'record')}.")
+    short = runs.count_short(facts.task)
+    note = f"\n\nLeft out, with fewer than {facts.epochs} epochs: {plural(short, 'record')}." if short else ""
     extra = _extra_columns(facts, found)
     measures = _measures(facts)
     lines = [
@@ -147,7 +142,7 @@ def runs_table(facts: Published, runs: Runs) -> str:
     ]
     header = (_contender_column(facts), "rate", "seed", "precision", *measures.values(), *extra)
     table = render_table((*header, "seconds", "side by side", "device"), lines) if found else NOT_RUN
-    return "\n\n".join([table, *notes])
+    return table + note
 
 
 def measure_name(facts: Published) -> str:

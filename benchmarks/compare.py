@@ -118,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("before", type=Path, nargs="?", help="the src folder of the other checkout")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each checkout")
-    parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--quick", action="store_true", help="one small network, for a rehearsal")
     parser.add_argument("--profile", action="store_true", help="profile this checkout alone")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -143,7 +142,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         for label, source in (("before", arguments.before), ("now", HERE / "src"))
     }
-    rows = []
     for name in shapes_to_time(arguments.quick):
         for kind in KINDS:
             steps = 1 if kind == "in place" and device.type == "cpu" else 20 if kind == "in place" else 5
@@ -153,17 +151,11 @@ def main(argv: list[str] | None = None) -> int:
             for _ in range(arguments.rounds):
                 for label, worker in workers.items():
                     times[label].append(1e3 * ask(worker, name=name, kind=kind, steps=steps))
-            ratios = [now / before for before, now in zip(times["before"], times["now"], strict=True)]
-            row = {"shapes": name, "gradients": kind, "ratio": round(statistics.median(ratios), 3)}
-            row |= {f"{label}_ms": round(statistics.median(values), 4) for label, values in times.items()}
-            rows.append(row)
-            print(f"{name:15} {kind:9} {row['before_ms']:9.3f} ms -> {row['now_ms']:9.3f} ms  x {row['ratio']}")
+            ratios = [new / old for old, new in zip(times["before"], times["now"], strict=True)]
+            before, now = map(statistics.median, times.values())
+            print(f"{name:15} {kind:9} {before:9.3f} ms -> {now:9.3f} ms  x {statistics.median(ratios):.3f}")
     for worker in workers.values():
         worker.communicate()
-    if arguments.out is not None:
-        gpu = torch.cuda.get_device_name() if device.type == "cuda" else None
-        record = {"device": gpu or device.type, "torch": torch.__version__, "rounds": arguments.rounds, "rows": rows}
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

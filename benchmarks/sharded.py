@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import spawn
 import nero
 from nero.backends.available import numba_works
 
+PROCESSES = 2
 #: Steps before a measurement, which plan and compile.
 WARM_UP_STEPS = 3
 MUON_STEPS = 3
@@ -46,19 +47,18 @@ WORKLOADS = (Workload(10, 256, 0), Workload(4, 1024, 0), Workload(50, 64, 0), Wo
 def main(argv: list[str] | None = None) -> int:
     """Measure from the command line."""
     parser = command_line(__doc__, has_device=False)
-    parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=30, help="rounds in which each contender has a turn (30)")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        options = (arguments.processes, folder, arguments.rounds, arguments.quick, out_folder(arguments))
-        spawn(run_process, options, arguments.processes)  # type: ignore[no-untyped-call]
+        options = (folder, arguments.rounds, arguments.quick, out_folder(arguments))
+        spawn(run_process, options, PROCESSES)  # type: ignore[no-untyped-call]
     return 0
 
 
-def run_process(rank: int, processes: int, folder: str, rounds: int, is_quick: bool, out: Path) -> None:
+def run_process(rank: int, folder: str, rounds: int, is_quick: bool, out: Path) -> None:
     """Measure in one of several processes; the first prints and writes."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=processes)
+    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=PROCESSES)
     console = terminal(is_quiet=rank > 0)
     rows: list[Row] = []
     for row in measure_all(rounds, is_quick):
@@ -67,7 +67,7 @@ def run_process(rank: int, processes: int, folder: str, rounds: int, is_quick: b
     if rank == 0:
         record = {
             **origin(torch.device("cpu")),
-            "processes": processes,
+            "processes": PROCESSES,
             "threads": torch.get_num_threads(),
             "quick": is_quick,
             "rows": rows,

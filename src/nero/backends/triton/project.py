@@ -37,7 +37,7 @@ class Launches:
     """
 
     def __init__(self, by_number: Mapping[int, Target], *, fix_mean: bool, fix_norm: bool) -> None:
-        from nero.backends.triton import project_kernel
+        from nero.backends.triton import project_kernel, rounding_kernels
 
         self.numbers, targets = list(by_number), list(by_number.values())
         self._device = targets[0].tensor.device
@@ -61,7 +61,7 @@ class Launches:
                 shapes |= 1 << shape
             warps, registers, _ = TILES[dtype.itemsize][tile]
             constants = {
-                "W": project_kernel.DTYPES[dtype],
+                "W": rounding_kernels.DTYPES[dtype],
                 "TILE": tile,
                 "SHAPES": shapes,
                 "FIX_MEAN": fix_mean,

@@ -115,10 +115,6 @@ def project(
                 _project_tile(record, tile, W, TILE, 1 << (each // 2), each % 2, FIX_MEAN, FIX_NORM, ROUNDING_ERROR)
 
 
-#: Triton's names of the dtypes.
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
 def probe(zeros: Tensor) -> None:
     """Launch the kernel on tables of zeros, in which no tensor is active."""
     constants = {"W": tl.float32, "TILE": 1024, "SHAPES": 1 << 8, "FIX_MEAN": True, "FIX_NORM": True}

@@ -1,8 +1,11 @@
 """Rounding in Triton kernels: to nearest, or stochastic, as :mod:`nero.rounding` does it."""
 
+import torch
 import triton
 import triton.language as tl
 
+#: Triton's names of the dtypes.
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MAX_FLOAT32 = tl.constexpr(3.4028234663852886e38)
 #: The factors of MurmurHash3's last step: a product spreads bits upwards, and a shift downwards.
 SPREAD = tl.constexpr(0x85EBCA6B)

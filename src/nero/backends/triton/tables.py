@@ -358,12 +358,10 @@ def _record(line: Line, shape: int, first_tile: int, first_sum: int) -> list[int
 
 
 def _launches(kind: Kind, shapes: int, programs: int) -> list[Launch]:
-    import triton.language as tl
-
     from nero.backends.triton import column_kernels, kernels, split_kernels
+    from nero.backends.triton.rounding_kernels import DTYPES
 
-    names = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    dtypes = {"W": names[kind.dtype], "G": names[kind.grad_dtype]}
+    dtypes = {"W": DTYPES[kind.dtype], "G": DTYPES[kind.grad_dtype]}
     options = {
         "FIX_MEAN": kind.fix_mean,
         "FIX_NORM": kind.fix_norm,

@@ -15,8 +15,10 @@ from nero.rounding import cast
 from nero.rule import Number, statistics_dtype
 from nero.scalars import as_float
 
+#: The state of a parameter in the dtype of its statistics.
+STATISTICS = ("grad_norm", "scale", "radius")
 #: The state of a parameter but its momentum buffer, with dtypes; None for that of its statistics.
-STATE_DTYPES = {"grad_norm": None, "scale": None, "radius": None, "step": torch.float32, "skipped": torch.int64}
+STATE_DTYPES = {**dict.fromkeys(STATISTICS), "step": torch.float32, "skipped": torch.int64}
 
 
 class Cut(NamedTuple):
@@ -199,7 +201,7 @@ def job_of(member: Member, grad: Tensor, options: Mapping[str, Any]) -> Job:
     dtype = statistics_dtype(member.parameter.dtype)
     if state["grad_norm"].dtype != dtype:  # the parameter was cast since its last step
         with torch.inference_mode(False):  # a tensor made in inference mode is read-only outside it
-            state.update({key: state[key].to(dtype) for key in ("grad_norm", "scale", "radius") if key in state})
+            state.update({key: state[key].to(dtype) for key in STATISTICS if key in state})
     if role.fan_in_groups > 1 and member.cut is None:
         grad = role.view(grad.to_dense() if grad.is_sparse else grad)
     pull = -options["gain_penalty"] if options["maximize"] else options["gain_penalty"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from nero.backends.job import Cut, Member
+from nero.backends.job import STATISTICS, Cut, Member
 from nero.role import Role
 from nero.rounding import cast
 from nero.rule import statistics_dtype
@@ -18,8 +18,6 @@ from nero.sharding import MeshSharding, is_sharded, local_of
 
 _grad, _requires_grad, _version = attrgetter("grad"), attrgetter("requires_grad"), attrgetter("_version")
 _local, _spec = attrgetter("_local_tensor"), attrgetter("_spec")
-#: The state in the dtype of a parameter's statistics.
-_STATISTICS = frozenset({"grad_norm", "radius", "scale"})
 
 
 def member_of(name: str, parameter: Tensor, role: Role, state: dict[str, Any]) -> Member:
@@ -55,7 +53,7 @@ class Shard:
         self.local = nn.Parameter(part if self.sharding.is_cut else self.sharding.view(part), parameter.requires_grad)
         self.role = role if self.sharding.is_cut else replace(role, fan_in_axes=role.axes, fan_in_groups=1)
         dtype = statistics_dtype(parameter.dtype)
-        for key in _STATISTICS & state.keys():
+        for key in state.keys() & STATISTICS:
             state[key] = state[key].to(dtype)  # itself, unless the parameter was cast since its last step
         if "momentum_buffer" in state:
             state["momentum_buffer"] = cast(state["momentum_buffer"], parameter.dtype)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from nero.messages import SHARD_BY_FSDP2, warn
-from nero.process import is_capturing
+from nero.process import is_capturing, is_distributed
 from nero.roles import check_whole
 from nero.sharding import agreed_flags, check_sharding, local_of
 
@@ -67,11 +67,6 @@ def replaced(state: Mapping[Any, Mapping[str, Any]], groups: Iterable[dict[str, 
             f"ZeRO, and cuts through neurons: {SHARD_BY_FSDP2}, or use ZeRO stage 0"
         )
     return gone
-
-
-def is_distributed() -> bool:
-    """Return whether this process is one of several."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _is_new_vector(params: Sequence[Tensor], state: Mapping[Any, Mapping[str, Any]]) -> bool:

@@ -15,7 +15,11 @@ def is_traced() -> bool:
     return "torch._dynamo" in sys.modules and torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def is_distributed() -> bool:
+    """Return whether there is a process group, even of this process alone."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def is_one_of_several() -> bool:
     """Return whether several processes train together."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return is_distributed() and torch.distributed.get_world_size() > 1

@@ -31,9 +31,7 @@ class Balancer:
         fix_norm: project to those norms.
     """
 
-    def __init__(
-        self, neurons: Iterable[tuple[Tensor, Role, Number]], *, fix_mean: bool = True, fix_norm: bool = True
-    ) -> None:
+    def __init__(self, neurons: Iterable[tuple[Tensor, Role, Number]], *, fix_mean: bool, fix_norm: bool) -> None:
         self._held = [_Held(parameter, role, radius) for parameter, role, radius in neurons]
         self._projector = backends.projector(fix_mean=fix_mean, fix_norm=fix_norm)
         # a projector keeps tables for one list of tensors

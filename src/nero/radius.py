@@ -29,7 +29,7 @@ def measure_roughly(parameter: Tensor, role: Role) -> tuple[Tensor, Tensor, Tens
 
 
 @torch.no_grad()
-def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tensor | None = None) -> Tensor | None:
+def initial_radius(parameter: Tensor, role: Role, fix_norm: FixNorm, grown: Tensor | None) -> Tensor | None:
     """Return the norm that each neuron is held to; ``None`` if that is one for all.
 
     A neuron that is zero, or has grown from zero, has -1: its norm is held to at most one. With ``fix_norm="initial"``

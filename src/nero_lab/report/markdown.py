@@ -121,7 +121,7 @@ def update_page(path: Path, tables: dict[str, str]) -> None:
     write_bytes(path, fill_page(path, tables).encode())
 
 
-def bare_page(title: str, tables: dict[str, str], figure: str = "") -> str:
+def bare_page(title: str, tables: dict[str, str], figure: str) -> str:
     """Return a page with a title, a figure and one empty block per table."""
     blocks = "\n".join(f"{OPENING}{name} -->\n<!-- end -->\n" for name in tables)
     return f"# {title}\n\n{figure}{blocks}"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from records import command_line, origin, out_folder, terminal, write_record
+from records import command_line, out_folder, record_of, terminal, write_record
 from rich.table import Table
 from shapes import Shapes, flat, gpt2
 from timing import Budget, Clock, Row, Step, burst_length, device_time, difference, milliseconds, take_turns
@@ -32,13 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     budget = Budget(3, 0.01, 3, 0.0) if arguments.quick else Budget() if device.type == "cuda" else Budget(11, 10.0)
     rows = [measure(shapes, name, make, Clock(device), budget, device) for name, make in contenders(device).items()]
     terminal().print(table(rows))
-    record = {
-        **origin(device),
-        "threads": torch.get_num_threads(),
-        "quick": arguments.quick,
-        "rows": rows,
-    }
-    write_record(out_folder(arguments) / f"balance-{device.type}.json", record)
+    write_record(out_folder(arguments) / f"balance-{device.type}.json", record_of(rows, device, arguments.quick))
     return 0
 
 

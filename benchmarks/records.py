@@ -52,6 +52,11 @@ def origin(device: torch.device) -> dict[str, Any]:
     return {"date": date.today().isoformat(), "machine": machine(device), **versions}
 
 
+def record_of(rows: list[dict[str, Any]], device: torch.device, is_quick: bool, **others: Any) -> dict[str, Any]:
+    """Return the record of a benchmark: its origin, what else it depends on, and its rows."""
+    return {**origin(device), **others, "threads": torch.get_num_threads(), "quick": is_quick, "rows": rows}
+
+
 def write_record(path: Path, record: dict[str, Any]) -> None:
     """Write the record whole, or leave the file as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from records import command_line, origin, out_folder, terminal, write_record
+from records import command_line, out_folder, record_of, terminal, write_record
 from rich.table import Table
 from timing import MAX_BURST_STEPS, Budget, Clock, Rounds, Row, Step, milliseconds, ratio
 from torch import Tensor, distributed, nn
@@ -65,13 +65,7 @@ def run_process(rank: int, folder: str, rounds: int, is_quick: bool, out: Path) 
         rows.append(row)
         console.print(table(rows[-1:]), "")
     if rank == 0:
-        record = {
-            **origin(torch.device("cpu")),
-            "processes": PROCESSES,
-            "threads": torch.get_num_threads(),
-            "quick": is_quick,
-            "rows": rows,
-        }
+        record = record_of(rows, torch.device("cpu"), is_quick, processes=PROCESSES)
         write_record(out / "sharded-cpu.json", record)
     distributed.destroy_process_group()
 

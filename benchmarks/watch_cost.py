@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 from end_to_end import OPTIMISERS, Trainer, perceptron, transformer
-from records import command_line, origin, out_folder, terminal, write_record
+from records import command_line, out_folder, record_of, terminal, write_record
 from rich.table import Table
 from shapes import groups
 from step import shape_sets
@@ -41,13 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, optimiser, step in workloads(bench):
         rows.append(measure(name, optimiser, step, Clock(device), arguments.rounds, arguments.longest))
         console.print(table(rows[-1:]), "")
-    record = {
-        **origin(device),
-        "threads": torch.get_num_threads(),
-        "quick": arguments.quick,
-        "every": STEPS_PER_READING,
-        "rows": rows,
-    }
+    record = record_of(rows, device, arguments.quick, every=STEPS_PER_READING)
     write_record(out_folder(arguments) / f"watch-{device.type}.json", record)
     return 0
 

@@ -146,8 +146,21 @@ def test_roles_that_names_do_not_tell_raise(name: str, shape: tuple[int, ...]):
         with pytest.raises(ValueError, match=r"pass roles=nero\.jax\.roles_of\(params, ") as error:
             call(params)
         assert f"{own} {shape}" in str(error.value)
-        assert f"{{'{own}$': (0,)}}" in str(error.value)
+        assert f"{{'{own}$': axes}}" in str(error.value)
     assert roles_of(params, {f"{own}$": (1,)}) == {own: Role("neuron", (1,))}
+
+
+@pytest.mark.parametrize(
+    ("query", "out"),
+    [((4, 32, 4, 8), (4, 4, 8, 32)), ((12, 8, 8), (12, 8, 8))],
+    ids=["as many layers as heads", "dense layers"],
+)
+def test_attention_stacked_by_a_scan_raises(query: tuple[int, ...], out: tuple[int, ...]):
+    params = shapes(query__kernel=query, out__kernel=out, stem__kernel=(7, 7, 3, 8))
+    with pytest.raises(ValueError, match=r"out/kernel.*; query/kernel.*; stem/kernel"):
+        roles_of(params)
+    with pytest.raises(ValueError, match=r"axes of out/kernel"):
+        roles_of(params, {"query": (1,), "stem": (0, 1, 2)})
 
 
 def test_roles_of_array_without_name_raise():

@@ -5,7 +5,7 @@ axes. A pytree holds no layers: where name and shape leave two answers, :func:`r
 """
 
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -26,7 +26,8 @@ _RELATIVE_BIAS = re.compile(r"rel(ative)?_?(pos\w*|attention)_bias|rel_embedding
 _KERNEL = re.compile(r"kernel|w|lora_[ab]")
 #: The widest square window of a convolution whose name does not tell that it is one.
 MAX_WINDOW = 16
-_PROJECTIONS = ("query", "key", "value")  # of flax's attention: (in, heads, features)
+#: Fan-in axes of flax's attention: query, key and value are (in, heads, features), out is (heads, features, out).
+_ATTENTION = {"query": (0,), "key": (0,), "value": (0,), "out": (0, 1)}
 
 
 def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> Tree:
@@ -53,22 +54,23 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
     """
     overrides = dict(overrides or {})
     leaves, structure = tree_flatten_with_path(params)
-    known = {name_of(path) for path, _ in leaves}
+    check_arrays(params)
+    shapes = {name_of(path): jnp.shape(leaf) for path, leaf in leaves}
+    known = _known_roles(shapes)
     unused, unknown, roles = set(overrides), [], []
-    for path, leaf in leaves:
+    for path, _ in leaves:
         name = name_of(path)
-        _check_dtype(name, leaf)
-        shape = jnp.shape(leaf)
+        shape = shapes[name]
         matches = [pattern for pattern in overrides if _is_found(pattern, name)]
         unused.difference_update(matches)
-        role = overridden(name, shape, overrides[matches[-1]]) if matches else _role(name, shape, known)
+        role = overridden(name, shape, overrides[matches[-1]]) if matches else known[name]
         if role is None:
             unknown.append(f"{name} {shape}")
         roles.append(role)
     if unused:
-        names = ", ".join(name_of(path) for path, _ in leaves[:4])
+        names = ", ".join(list(shapes)[:4])
         raise ValueError(f"overrides {sorted(unused)} match no parameter; the names are like {names}")
-    if unknown and known == {""} and len(jnp.shape(leaves[0][1])) == 1:
+    if unknown and len(shapes.get("", ())) == 1:
         raise ValueError(
             f"params are one array of shape{unknown[0]}, which has no name to tell its role: leave out optax.flatten, "
             "which joins neurons, gains and biases; or give its role, as in roles=nero.jax.Role('bias')"
@@ -77,8 +79,8 @@ def roles_of(params: Tree, overrides: Mapping[str, Override] | None = None) -> T
         first = unknown[0].partition(" (")[0]
         raise ValueError(
             f"names and shapes do not tell the fan-in axes of {'; '.join(unknown)}: pass "
-            f"roles=nero.jax.roles_of(params, {{'{first}$': (0,)}}) to nero.jax.nero, balance and is_balanced, with an "
-            "entry for each: its fan-in axes, 'gain' or 'bias'"
+            f"roles=nero.jax.roles_of(params, {{'{first}$': axes}}) to nero.jax.nero, balance and is_balanced, with an "
+            "entry for each: 'gain', 'bias', or its fan-in axes, like (1,) for (layers, in, out)"
         )
     return jax.tree.unflatten(structure, roles)
 
@@ -90,7 +92,22 @@ def _is_found(pattern: str, name: str) -> bool:
         raise ValueError(f"overrides are regular expressions, and {pattern!r} is not one: {error}") from error
 
 
-def _role(name: str, shape: tuple[int, ...], names: Container[str]) -> Role | None:
+def _known_roles(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Role | None]:
+    """Return roles by the names and shapes of all parameters; None where they do not tell it."""
+    roles = {name: _role(name, shape, shapes) for name, shape in shapes.items()}
+    unknown = [name for name, role in roles.items() if role is None]
+    # 12 layers of 12 heads that a scan has stacked look like a window, but come with other kernels of unknown axes
+    if all(_is_window(name, shapes[name]) for name in unknown):
+        roles |= {name: Role("neuron", (0, 1, 2), why="square window").on(shapes[name]) for name in unknown}
+    return roles
+
+
+def _is_window(name: str, shape: tuple[int, ...]) -> bool:
+    is_kernel = _KERNEL.fullmatch(name.rpartition("/")[2]) is not None
+    return is_kernel and len(shape) == 4 and shape[0] == shape[1] <= MAX_WINDOW
+
+
+def _role(name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> Role | None:
     """Return the role of a parameter by its name and shape, among others; None if they do not tell it."""
     *modules, own = name.split("/")
     module, axes = modules[-1] if modules else "", range(len(shape))
@@ -108,13 +125,14 @@ def _role(name: str, shape: tuple[int, ...], names: Container[str]) -> Role | No
         return None
     if "transpose" in module and own == "w":  # haiku's transposed convolutions are (..., out, in)
         return Role("neuron", tuple(axis for axis in axes if axis != len(shape) - 2), why=own).on(shape)
-    if module in _PROJECTIONS and len(shape) == 3:
-        return Role("neuron", (0,), why=f"attention's {module}").on(shape)
+    if module in _ATTENTION and len(shape) == 3:
+        query, out = (shapes.get("/".join([*modules[:-1], sibling, own]), ()) for sibling in ("query", "out"))
+        if len(query) == len(out) == 3 and query[1:] == out[:2]:  # not so if a scan has stacked dense layers
+            return Role("neuron", _ATTENTION[module], why=f"attention's {module}").on(shape)
     # other kernels of three or four axes may be of layers that a scan has stacked, or have several axes of outputs
-    is_conv = "conv" in module.lower()
-    is_attention = module == "out" and "/".join([*modules[:-1], "query", own]) in names
-    is_known = {2: True, 3: is_conv or is_attention, 4: is_conv or shape[0] == shape[1] <= MAX_WINDOW}
-    return Role("neuron", tuple(axes[:-1]), why=own).on(shape) if is_known.get(len(shape)) else None
+    if len(shape) == 2 or (len(shape) in (3, 4) and "conv" in module.lower()):
+        return Role("neuron", tuple(axes[:-1]), why=own).on(shape)
+    return None
 
 
 def name_of(path: KeyPath[Any]) -> str:

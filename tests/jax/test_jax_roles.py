@@ -85,12 +85,15 @@ def test_roles_of_nnx():
     assert roles["layers/1/kernel"] == "gain"  # of fan-in 1
 
 
-def test_optimizer_of_nnx_turns_a_layer():
+@pytest.mark.parametrize("overrides", [None, {"kernel": (0,)}], ids=["roles by name", "given roles"])
+def test_optimizer_of_nnx_turns_a_layer(overrides: Any):
     nnx = pytest.importorskip("flax.nnx", reason="needs flax")
     layer = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-    nnx.update(layer, nero.jax.balance(nnx.state(layer, nnx.Param)))
+    params = nnx.state(layer, nnx.Param)
+    roles = None if overrides is None else roles_of(params, overrides)
+    nnx.update(layer, nero.jax.balance(params, roles=roles))
     before = np.array(layer.kernel[...])[:, 0]
-    optimizer = nnx.Optimizer(layer, nero.jax.nero(0.1), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(layer, nero.jax.nero(0.1, roles=roles), wrt=nnx.Param)
 
     @nnx.jit
     def train(layer, optimizer):

@@ -145,16 +145,20 @@ def name_of(path: KeyPath[Any]) -> str:
 def map_with_roles(function: Callable[..., Any], roles: Tree | None, params: Tree, *others: Tree) -> Tree:
     """Map a function of a parameter's role, the parameter, and the leaves of other trees of the same structure.
 
-    ``roles`` may have more parameters than ``params``, since ``optax.masked`` leaves some out. None stands for
-    those of :func:`roles_of`.
+    Roles are found by name: ``optax.masked`` leaves parameters out, and ``nnx.Optimizer`` unwraps their variables.
+    None stands for those of :func:`roles_of`.
     """
-    known = dict(tree_flatten_with_path(roles_of(params) if roles is None else roles)[0])
+    paths = tree_flatten_with_path(roles_of(params) if roles is None else roles)[0]
+    known = {name_of(path): role for path, role in paths}
 
     def apply(path: KeyPath[Any], leaf: Any, *rest: Any) -> Any:
-        name, role = name_of(path), known.get(path)
+        name = name_of(path)
+        role = known.get(name)
         _check_dtype(name, leaf)
         if not isinstance(role, Role):
-            raise ValueError(f"roles have {role!r} for the parameter {name!r}: make them by nero.jax.roles_of(params)")
+            raise ValueError(
+                f"roles have {role!r} for the parameter {name!r}: make them by nero.jax.roles_of(params, overrides)"
+            )
         if any(value is None for value in rest):
             raise ValueError(f"parameter {name!r} has no gradient: give zeros, or leave it out by optax.partition")
         return function(overridden(name, jnp.shape(leaf), role), *map(jnp.asarray, (leaf, *rest)))

@@ -150,6 +150,16 @@ def test_bad_and_zero_gradients_leave_their_neurons():
     assert state[0].grad_norm["kernel"][0, :3].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "longest_step": 3.0}])
+def test_zero_gradients_divide_nothing_by_zero(options: dict[str, Any]):
+    optimiser = nero.jax.nero(**options)
+    params = {**PARAMS, "embedding": jnp.zeros((2, 3))}
+    grads = jax.tree.map(jnp.zeros_like, params)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        updates, _ = optimiser.update(grads, optimiser.init(params), params)  # not compiled: each operation is checked
+    assert not any(np.any(update) for update in jax.tree.leaves(updates))
+
+
 def test_bad_gradient_keeps_average_and_momentum():
     grads = random_like(PARAMS, 1)
     optimiser = nero.jax.nero(momentum=0.9)

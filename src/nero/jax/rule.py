@@ -96,7 +96,8 @@ def step(
     if axes and not isinstance(scale, float):
         size = norm(w, axes)
         scale = jnp.where(jnp.greater(scale, 0), as_dtype(scale, dtype), jnp.where(size > 0, size, SCALE_AT_ORIGIN))
-    change = as_dtype(scale, dtype) * jnp.where(average.moving, _quotient(u, average.divisor), 0.0)
+    divisor = jnp.where(average.moving, average.divisor, 1.0)  # 0 / 0 would stop a run under jax_debug_nans
+    change = as_dtype(scale, dtype) * jnp.where(average.moving, _quotient(u, divisor), 0.0)
     return Step(change, average.grad_norm, average.skipped, m)
 
 

@@ -109,6 +109,16 @@ def test_injected_momentum_agrees_with_a_constant_one():
     assert_close(found, trained(nero.jax.nero(**options))[0], 1e-5)
 
 
+def test_state_without_momentum_raises_until_it_is_added():
+    _, state = trained(nero.jax.nero(), GRADS[:1])
+    optimiser = nero.jax.nero(momentum=0.9)
+    with pytest.raises(ValueError, match=r"optax\.tree\.set.*momentum=None"):
+        optimiser.update(GRADS[0], state, PARAMS)
+    state = optax.tree.set(state, momentum_buffer=jax.tree.map(jnp.zeros_like, PARAMS))
+    _, state = optimiser.update(GRADS[0], state, PARAMS)
+    assert np.any(state[0].momentum_buffer["Dense_0"]["kernel"])
+
+
 def test_injected_beta_in_half_precision_raises():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
     with pytest.raises(TypeError, match="hyperparam_dtype"):

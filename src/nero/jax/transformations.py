@@ -159,10 +159,10 @@ def scale_by_nero(
         raise ValueError(f"nesterov must be True or False, got {nesterov!r}")
     if momentum is not None:
         momentum = checked("momentum", momentum, lambda x: 0 <= x < 1, "in [0, 1), like 0.9")
+    has_momentum = momentum is not None and not (isinstance(momentum, float) and momentum == 0)
 
     def init(params: optax.Params) -> NeroState:
         starts = map_with_roles(_start, roles, params)
-        has_momentum = momentum is not None and not (isinstance(momentum, float) and momentum == 0)
         buffer = jax.tree.map(jnp.zeros_like, params) if has_momentum else None
         grad_norm, sigma, skipped = (_field(starts, name) for name in _Start._fields)
         return NeroState(jnp.zeros((), jnp.int32), grad_norm, sigma, skipped, buffer)
@@ -193,6 +193,11 @@ def scale_by_nero(
             counts = skipped + found.skipped.astype(skipped.dtype)
             return rule.Step(found.step.reshape(w.shape), found.grad_norm, counts, buffer)
 
+        if has_momentum and state.momentum_buffer is None:
+            raise ValueError(
+                "the state was made without momentum: add zeros, by optax.tree.set(state, "
+                "momentum_buffer=jax.tree.map(jnp.zeros_like, params)), or give momentum=None"
+            )
         buffers = () if state.momentum_buffer is None else (state.momentum_buffer,)
         steps = map_with_roles(
             step, roles, _needed(params), updates, state.grad_norm, state.scale, state.skipped, *buffers

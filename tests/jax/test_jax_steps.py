@@ -238,6 +238,7 @@ def test_half_precision_stops_at_its_largest_number():
         ({"beta": "0.9"}, "beta must be a number, in"),
         ({"beta": None}, "beta must be in"),
         ({"learning_rate": [0.1]}, "learning_rate must be"),
+        ({"learning_rate": {"kernel": jnp.ones((30, 30))}}, "^learning_rate must be .{,99}$"),  # parameters by mistake
         ({"learning_rate": jnp.array([0.1, 0.2])}, r"learning_rate must have one element, got the shape \(2,\)"),
         ({"learning_rate": "0.1"}, "learning_rate must be a number"),
         (

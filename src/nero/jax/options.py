@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import wraps
+from reprlib import repr as repr_of  # short, also of a pytree
 from typing import Any
 
 import jax
@@ -69,7 +70,7 @@ def checked(name: str, value: Any, accepts: Callable[[float], bool], expected: s
             number = math.nan
         if not accepts(number):
             kind = "a number, " if isinstance(value, str) else ""
-            raise ValueError(f"{name} must be {kind}{expected}, got {value!r}")
+            raise ValueError(f"{name} must be {kind}{expected}, got {repr_of(value)}")
         return number
     if name == "beta" and value.dtype in (jnp.bfloat16, jnp.float16):
         raise TypeError(

@@ -166,6 +166,17 @@ def test_tree_utilities_find_and_map_the_state():
     assert int(doubled[0].count) == STEPS
 
 
+def test_parameters_with_sharding_metadata_step_alike(plain: Any):
+    linen = pytest.importorskip("flax.linen", reason="needs flax")
+    params, *grads = (
+        jax.tree.map(lambda leaf: linen.Partitioned(leaf, ("data",) + (None,) * (leaf.ndim - 1)), tree)
+        for tree in (PARAMS, *GRADS)
+    )
+    found, _ = trained(nero.jax.nero(), grads, nero.jax.balance(params))
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    assert_close(linen.unbox(found), plain)
+
+
 def test_vmap_steps_each_network_alike(plain: Any):
     optimiser = nero.jax.nero()
     stack = partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))

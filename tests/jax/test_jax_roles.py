@@ -218,6 +218,17 @@ def test_factors_that_may_start_at_zero_are_gains_without_penalty():
     assert all(role.kind == "gain" and not role.is_pulled for role in roles.values())
 
 
+def test_neuron_override_takes_all_axes_but_the_first():
+    params = shapes(conv__weight=(4, 3, 2, 2), linear__weight=(8, 4), linear__bias=(8,), norm__weight=(8,))  # equinox
+    roles = roles_of(params, {"weight": "neuron", "norm.*weight": "gain"})
+    assert by_name(roles) == {
+        "conv/weight": (1, 2, 3),
+        "linear/weight": (1,),
+        "linear/bias": "bias",
+        "norm/weight": "gain",
+    }
+
+
 def test_square_windows_are_convolutions_under_any_name():
     assert by_name(roles_of(shapes(stem__kernel=(7, 7, 3, 64)))) == {"stem/kernel": (0, 1, 2)}
 

@@ -200,7 +200,7 @@ def test_speed_is_empty_when_resumed_among_updates(tmp_path, monkeypatch):
         training.advance()
         shown.stepped(training)
     line = output.getvalue().splitlines()[-1]
-    assert re.fullmatch(r"nero-lr0.01-seed0-epochs1: epoch 0, \d+%, \d+ s, \d+ s left", line), line
+    assert re.fullmatch(r"nero-lr0.01-seed0-epochs1: epoch 0 of 1, \d+%, \d+ s, \d+ s left", line), line
 
 
 class FailingEcho(Echo):

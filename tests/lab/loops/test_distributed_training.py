@@ -162,7 +162,7 @@ def test_torchrun_command_of_the_page_starts():
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("TASK ")
+    assert done.stdout.startswith("TASKS OF THE PAPER ")
 
 
 def test_unsupported_process_counts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

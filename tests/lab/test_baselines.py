@@ -91,6 +91,13 @@ def test_madam_kernel_nan_gradient_gives_nan(kernels: str):
     assert weight.isnan().tolist() == [True, True, False]
 
 
+def test_madam_kernel_clips_turns_of_both_signs(kernels: str):
+    weight = nn.Parameter(torch.ones(2, device=kernels))
+    weight.grad = torch.tensor([3.0, -3.0], device=kernels)
+    Madam([weight], lr=1.0, beta=0.0, clip=0.5).step()
+    assert flat(weight) == pytest.approx([math.exp(-0.5), math.exp(0.5)])
+
+
 def test_kernel_unlike_layouts_take_plain_step(kernels: str, monkeypatch: pytest.MonkeyPatch):
     """A transposed gradient, a negated view, and a weight with gaps."""
     monkeypatch.setattr(madam, "_launch", None)

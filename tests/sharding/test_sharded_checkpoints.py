@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map
 
 import nero
@@ -236,6 +237,22 @@ def load_across_wrappers() -> None:
     for one, two, three in zip(wrapped.parameters(), again.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one, three)
         assert torch.equal(two, three)
+
+
+def test_state_of_another_mesh_is_split_anew(pools: Pools):
+    pools.run(4, load_across_meshes)
+
+
+def load_across_meshes() -> None:
+    """Load the state of one mesh into an optimiser on another mesh of the same processes."""
+    model, optimiser = begun("fsdp on 4")
+    train(model, optimiser, 0, STOP)
+    other, last = begun("2-D", seed=1, lr=0.5)
+    with torch.no_grad():
+        for parameter, trained in zip(other.parameters(), model.parameters(), strict=True):
+            parameter.copy_(distribute_tensor(full(trained), parameter.device_mesh, parameter.placements))
+    last.load_state_dict(optimiser.state_dict())
+    assert_resumed(other, last)
 
 
 FAULTS = ["other model", "other shape", "other role", "no average", "not a tensor"]
